@@ -1,0 +1,1 @@
+"""Where everything lies: ranks on a mesh, tensors cut into boxes, and what ZeRO cuts when. No torch."""

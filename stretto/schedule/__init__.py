@@ -1,0 +1,1 @@
+"""In what order everything happens: actions, whole steps, and time lines. No torch."""
