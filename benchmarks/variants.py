@@ -1,0 +1,194 @@
+"""The training loops that are compared: torch's DDP and FSDP2, and stretto at each ZeRO stage.
+
+One model (stretto's decoder) with the same first values, one loss, one update: they differ in how ranks share the work only.
+Run as a program it is one rank of a team (benchmarks/turns.py): variants.py VARIANT JOB PRECISION ROWS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from memory import MemoryWatch
+from turns import Answer, limit_life, serve
+
+from stretto.anatomy import DECODERS
+from stretto.engine.engine import Engine
+from stretto.job import Job
+from stretto.models import library
+from stretto.models.decoder import Decoder, fill
+
+#: Batches that are used in turn, drawn from generators of these seeds.
+BATCH_SEEDS = (1000, 1001, 1002, 1003)
+
+Batch = Mapping[str, Tensor]
+#: One optimizer step on the batch of all ranks; returns a loss whose mean over ranks is the loss of the step.
+Step = Callable[[Batch], float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every variant is given alike. rows: of all ranks together."""
+
+    job: str
+    ranks: int
+    rank: int
+    precision: Literal["fp32", "bf16"]
+    rows: int
+
+    @property
+    def decoder(self) -> str:
+        """The built-in decoder's name."""
+        return Job.load(self.job).model.name
+
+
+def batches(setting: Setting) -> list[Batch]:
+    """The batches of all ranks, the same on each: random tokens and the tokens after them, [rows, seq_len]."""
+    vocab, length = DECODERS[setting.decoder].vocab, Job.load(setting.job).batch.seq_len
+    drawn = [torch.randint(0, vocab, (setting.rows, length + 1), generator=torch.Generator().manual_seed(seed)) for seed in BATCH_SEEDS]
+    return [{"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]} for tokens in drawn]
+
+
+def ddp(setting: Setting, **options: Any) -> Step:
+    """DistributedDataParallel; bf16 is autocast."""
+    model = DistributedDataParallel(_decoder(setting), **options)
+    return _plain_loop(setting, model, model.parameters(), contextlib.nullcontext)
+
+
+def ddp_view(setting: Setting) -> Step:
+    """DDP whose gradients are views of its buckets, which saves one copy."""
+    return ddp(setting, gradient_as_bucket_view=True)
+
+
+def compute(setting: Setting) -> Step:
+    """What DDP would take if gradients cost nothing to add: they are not added, and ranks drift apart."""
+    model = DistributedDataParallel(_decoder(setting))
+    return _plain_loop(setting, model, model.parameters(), model.no_sync)
+
+
+def fsdp2(setting: Setting) -> Step:
+    """fully_shard, a block a unit and the rest in the root; bf16 is its MixedPrecisionPolicy with fp32 reduction."""
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = low if setting.precision == "bf16" else MixedPrecisionPolicy()
+    mesh = dist.init_device_mesh("cpu", (setting.ranks,))
+    model = _decoder(setting)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return _plain_loop(setting, model, model.parameters(), contextlib.nullcontext, autocast=False)
+
+
+def stretto(stage: int) -> Callable[[Setting], Step]:
+    """The engine at a ZeRO stage."""
+
+    def build(setting: Setting) -> Step:
+        job = Job.load(
+            setting.job,
+            mesh=f"dp={setting.ranks}",
+            zero=stage,
+            precision=setting.precision,
+            device="cpu",
+            **{"batch.size": setting.rows},
+        )
+        engine = Engine(library.load(job.model.name, seed=job.seed), job)
+        return lambda batch: engine.step(batch).loss
+
+    return build
+
+
+VARIANTS: dict[str, Callable[[Setting], Step]] = {
+    "ddp": ddp,
+    "ddp-view": ddp_view,
+    "compute": compute,
+    "fsdp2": fsdp2,
+    "zero0": stretto(0),
+    "zero1": stretto(1),
+    "zero2": stretto(2),
+    "zero3": stretto(3),
+}
+
+
+def _decoder(setting: Setting) -> Decoder:
+    """The decoder with the values that the engine gives it."""
+    return fill(Decoder(DECODERS[setting.decoder]), Job.load(setting.job).seed)
+
+
+def _plain_loop(
+    setting: Setting,
+    model: nn.Module,
+    parameters: Any,
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+    *,
+    autocast: bool = True,
+) -> Step:
+    """The loop that torch's documentation shows. around: a context for forward and backward."""
+    optimizer = adamw(parameters, Job.load(setting.job))
+    cast = autocast and setting.precision == "bf16"
+
+    def step(batch: Batch) -> float:
+        mine = {name: tensor.chunk(setting.ranks)[setting.rank] for name, tensor in batch.items()}
+        with around():
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+                loss = mean_loss(model(mine["input_ids"]), mine["shift_labels"])
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def adamw(parameters: Any, job: Job) -> torch.optim.AdamW:
+    """The job's optimizer as a plain loop makes it: fused, and only tensors of two or more dims decay."""
+    keys, decayed, others = job.optimizer, [], []
+    for parameter in parameters:
+        (decayed if parameter.ndim > 1 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": keys.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=keys.lr, betas=keys.betas, eps=keys.eps, fused=True)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in fp32. logits: [B, T, V], targets: [B, T]."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def main() -> None:
+    """Build a variant and run steps of it whenever the team is asked to."""
+    limit_life()
+    variant, job, precision, rows = sys.argv[1:]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["TURNS_MEET"], ranks), rank=rank, world_size=ranks)
+    setting = Setting(job, ranks, rank, "bf16" if precision == "bf16" else "fp32", int(rows))
+    drawn, step, done = batches(setting), VARIANTS[variant](setting), 0
+
+    def answer(request: dict[str, Any]) -> Answer:
+        nonlocal done
+        dist.barrier()
+        watch = MemoryWatch() if request["watch"] else None
+        clock, losses = [time.monotonic()], []
+        with watch or contextlib.nullcontext():
+            for _ in range(request["steps"]):
+                losses.append(step(drawn[done % len(drawn)]))
+                clock.append(time.monotonic())
+                done += 1
+        seen = {"private_bytes": watch.private_bytes, "high_water_bytes": watch.high_water_bytes} if watch else {}
+        return {"clock": clock, "losses": losses, **seen}
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

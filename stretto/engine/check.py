@@ -1,0 +1,226 @@
+"""The promise, tested: the same steps on the mesh and in one process, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stretto.comm.transport import World
+from stretto.data.batch import Batch, prepare_labels
+from stretto.engine import faults
+from stretto.engine.engine import Engine
+from stretto.engine.loss import call_model, next_token_loss
+from stretto.engine.plain import PlainStep, plain_steps
+from stretto.errors import JobError
+from stretto.job import Job
+from stretto.models import library
+from stretto.parallel.precision import Precision
+from stretto.parallel.units import block_list
+
+#: How far the mesh may be from one process, by the dtype of the computation: its rounding unit times what a sum of
+#: thousands of terms in another order makes of it. A wrong scale or a missing term is far above each.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+
+
+def run(
+    job: Job,
+    world: World,
+    emit: Callable[[dict[str, Any]], None],
+    *,
+    dtype: Literal["fp64", "job"] = "fp64",
+    steps: int = 3,
+    inject: str | None = None,
+    blocks: int | None = None,
+    model: nn.Module | library.Task | None = None,
+) -> None:
+    """Check a resolved job on this rank, and emit the findings: {"kind": "check", "ok": ..., ...}. Collective.
+
+    dtype: fp64 computes everything in float64; job, as the job says. blocks: shorten the model to that many. model: a module
+    (or Task) of one's own in place of the job's. Dropout is off on both sides: this checks sums, not masks.
+    """
+    if dtype == "fp64":
+        job = job.with_(precision={"compute": "fp64", "master": "fp64", "reduce": "fp64"})
+    loaded = _load(job, model, blocks)
+    batches = _batches(job, loaded, steps)
+    precision = Precision.of(str(job.precision.compute), str(job.precision.reduce), str(job.precision.master))
+    reference = _reference(loaded, job.seed) if world.rank == 0 else None
+    loaded.model.eval()
+    engine = Engine(loaded, job, world)
+    if inject is not None:
+        faults.inject(engine, inject)
+    plain: list[PlainStep] = []
+    if reference is not None:
+        prepared = [_prepared(batch, loaded, precision.compute, world.device) for batch in batches]
+        plain = list(
+            plain_steps(
+                reference.to(world.device).eval(),
+                prepared,
+                job,
+                loaded.forward or call_model,
+                loaded.loss or next_token_loss,
+                compute=precision.compute,
+                master=precision.master,
+            )
+        )
+    emit({"kind": "check", **_compare(engine, batches, plain, TOLERANCE[precision.compute])})
+
+
+def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) -> library.Loaded:
+    keys = job.model
+    if model is None:
+        overrides = keys.model_dump(exclude={"name", "weights"}, exclude_none=True)
+        loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
+    else:
+        task = model if isinstance(model, library.Task) else library.Task(model)
+        loaded = library.Loaded(task.model, None, type(task.model).__name__, _vocab(task.model), None, task.forward, task.loss, task.batches)
+    if blocks is not None:
+        name, found = block_list(loaded.model)
+        if not found or blocks < 1:
+            raise JobError(f"--blocks {blocks}: {loaded.describe} has {len(found)} blocks; leave --blocks out, or write 1 or more")
+        parent, _, leaf = name.rpartition(".")
+        setattr(loaded.model.get_submodule(parent), leaf, nn.ModuleList(found[:blocks]))
+    return loaded
+
+
+def _vocab(model: nn.Module) -> int | None:
+    """Number of token ids: what the model's config says, else the rows of its first embedding."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return size or next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+
+
+def _batches(job: Job, loaded: library.Loaded, steps: int) -> list[Mapping[str, Any]]:
+    """Seeded tokens with labels of which an unequal number counts in each row, and none in the first; or the model's own batches."""
+    if loaded.batches is not None:
+        given = loaded.batches() if callable(loaded.batches) else loaded.batches
+        return [batch for batch, _ in zip(given, range(steps), strict=False)]
+    if loaded.vocab is None:
+        raise JobError(f"{loaded.describe}: nothing says what its batches are; give a stretto.Task(model, batches=...) with a few of them")
+    length = min(job.batch.seq_len, loaded.positions or job.batch.seq_len)
+    made: list[Mapping[str, Any]] = []
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(job.seed * 1000003 + step)
+        ids = torch.randint(0, loaded.vocab, (job.batch.size, length), generator=draw)
+        share = torch.rand(job.batch.size, 1, generator=draw)
+        counted = torch.rand(job.batch.size, length, generator=draw) < share
+        if job.batch.size > 1:
+            counted[0] = False
+        counted[-1, -1] = True  # at least one
+        made.append({"input_ids": ids, "labels": torch.where(counted, ids, -100)})
+    return made
+
+
+def _prepared(batch: Mapping[str, Any], loaded: library.Loaded, compute: torch.dtype, device: torch.device) -> Batch:
+    return Batch.of(prepare_labels(batch) if loaded.loss is None else batch).to(device, compute)
+
+
+def _reference(loaded: library.Loaded, seed: int) -> nn.Module:
+    """The same model with the same first values, real and whole."""
+    model = copy.deepcopy(loaded.model)
+    if loaded.initial is not None:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
+        model = model.to_empty(device="cpu")
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                loaded.initial(loaded.model, name, param.data.view(-1), 0, seed)
+    return model
+
+
+def _compare(engine: Engine, batches: Sequence[Mapping[str, Any]], plain: list[PlainStep], tolerance: float) -> dict[str, Any]:
+    """Run the mesh's steps and hold each against the plain one. Rank 0's findings are the ones that count."""
+    worst = {"loss_error": 0.0, "gradient_error": 0.0, "parameter_error": 0.0, "grad_norm_error": 0.0}
+    named: str | None = None
+    last: tuple[float, str] = (-1.0, "")
+    compared: set[str] = set()
+    gradients: dict[str, Tensor] = {}
+    update = engine.do["UPDATE"]
+
+    def look(action: Any) -> None:
+        gradients.clear()
+        gradients.update({name: value for name, value in engine.full_gradients() if value is not None})
+        update(action)
+
+    engine.do["UPDATE"] = look
+    for number, batch in enumerate(batches):
+        report = engine.step(batch)
+        state = {name: value for name, value in engine.full_state() if value is not None}
+        copies = _copies(engine, plain[number].parameters if plain else {})
+        if not plain:
+            continue
+        truth = plain[number]
+        loss_error = abs(report.loss - truth.loss) / max(abs(truth.loss), 1e-30)
+        norm_error = abs(report.grad_norm - truth.grad_norm) / max(truth.grad_norm, 1e-30)
+        of_gradients = _errors(gradients, truth.gradients)
+        of_parameters = _errors(state, truth.parameters)
+        for name, error in copies.items():
+            of_parameters[name] = max(of_parameters.get(name, 0.0), error, key=_badness)
+        compared |= set(of_gradients) | set(of_parameters)
+        for errors, key in ((of_gradients, "gradient_error"), (of_parameters, "parameter_error")):
+            name = max(errors, key=lambda n: _badness(errors[n]), default="")
+            if name:
+                worst[key] = max(worst[key], errors[name], key=_badness)
+                last = max(last, (_badness(errors[name]), name))
+                if named is None and not errors[name] <= tolerance:
+                    named = name
+        worst["loss_error"] = max(worst["loss_error"], loss_error, key=_badness)
+        worst["grad_norm_error"] = max(worst["grad_norm_error"], norm_error, key=_badness)
+    held = engine.everybody.objects({k: v for k, v in engine.bytes_held().items() if k != "buffers"}, reason="check")
+    return {
+        "ok": all(value <= tolerance for value in worst.values()),
+        "mesh": str(engine.mesh),
+        **{key: value if math.isfinite(value) else None for key, value in worst.items()},
+        "worst_parameter": named or last[1],
+        "tolerance": tolerance,
+        "steps": len(batches),
+        "compared": len(compared),
+        "bytes": held,
+    }
+
+
+def _errors(mine: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each tensor of the truth norm(a - b) / max(norm(b), 1e-6 of the global norm): elementwise, gradients that are zero by
+    symmetry would look wrong. A tensor that is missing is infinitely wrong."""
+    floor = 1e-6 * math.sqrt(sum(float(b.double().norm()) ** 2 for b in truth.values()))
+    found = {}
+    for name, b in truth.items():
+        if name not in mine:
+            found[name] = math.inf
+            continue
+        a, b = mine[name].double().cpu(), b.double().cpu()
+        found[name] = float((a - b).norm()) / max(float(b.norm()), floor, 1e-30)
+    return found
+
+
+def _copies(engine: Engine, truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """The same error for what each rank really computes with: its copy, gathered if need be. Collective; the largest of all ranks."""
+    found: dict[str, float] = {}
+    floor = 1e-6 * math.sqrt(sum(float(b.double().norm()) ** 2 for b in truth.values()))
+    floor = engine.everybody.objects(floor, reason="check")[0]
+    for group in engine.parallel.groups:
+        right = torch.zeros(group.plan.total, dtype=group.precision.compute, device=group.device)
+        for slot in group.plan.slots:
+            if truth:
+                right[slot.start : slot.stop] = truth[slot.name].reshape(-1)
+        engine.everybody.broadcast(right, 0, reason="check").wait()
+        if group.cuts("param"):
+            group.gather("check")
+            group.ready()
+        assert group.whole is not None
+        for slot in group.plan.slots:
+            a, b = (t[slot.start : slot.stop].double() for t in (group.whole, right))
+            found[slot.name] = float((a - b).norm()) / max(float(b.norm()), floor, 1e-30)
+        if group.cuts("param"):
+            group.free()
+    parts = engine.everybody.objects(found, reason="check")
+    return {name: max((part[name] for part in parts), key=_badness) for name in found}
+
+
+def _badness(error: float) -> float:
+    return error if math.isfinite(error) else math.inf

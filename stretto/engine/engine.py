@@ -1,0 +1,405 @@
+"""Engine: one training step, the same on any mesh of ranks. It goes through a Schedule, action by action."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from stretto.comm.group import Group, Ledger
+from stretto.comm.transport import World
+from stretto.data.batch import Batch, count_targets, prepare_labels
+from stretto.engine.evaluation import Metrics, evaluate
+from stretto.engine.loss import Forward, Loss, call_model, next_token_loss
+from stretto.engine.memory import PeakMemory
+from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
+from stretto.engine.precision import LossScale
+from stretto.engine.look import bytes_held, whole_tensors
+from stretto.engine.runner import Culprit, StepReport
+from stretto.engine.underway import Underway
+from stretto.errors import JobError, NonFinite
+from stretto.job import Job
+from stretto.layout.mesh import AXES, Mesh
+from stretto.layout.zero import ZeroPolicy
+from stretto.models import library
+from stretto.parallel.parallelize import Cut, parallelize
+from stretto.parallel.precision import Precision
+from stretto.parallel.sharded import Fill
+from stretto.schedule.action import Action, Schedule
+from stretto.schedule.step import training_step
+from stretto.schedule.timeline import Timeline
+
+#: The axes along which rows of a batch are shared.
+ROW_AXES = ("dp_replicate", "dp")
+
+
+class Engine:
+    """Trains `model` as `job` says, on the ranks of `world`. Every rank makes one, with the same model and job.
+
+    model: any nn.Module (its parameters become views of flat buffers), or what models.library.load gives. Where `initial` is
+    None the values of rank 0 are everybody's. world: None reads torchrun's or srun's environment. forward(model, batch)
+    defaults to model(**batch) without labels; loss(output, batch) -> (sum, count) to next-token cross-entropy; optimizer: a
+    function from parameter groups to a torch optimizer. regular: names of modules outside the block list that run exactly
+    once a forward, in order; ZeRO 3 then frees them between uses. Raises JobError for what cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | library.Loaded,
+        job: Job,
+        world: World | None = None,
+        *,
+        rules: Mapping[str, str] | None = None,
+        loss: Loss | None = None,
+        forward: Forward | None = None,
+        optimizer: MakeOptimizer | None = None,
+        initial: Fill | None = None,
+        regular: Sequence[str] | None = None,
+    ) -> None:
+        if rules:
+            raise JobError("rules cut weights over tp, and tensor parallelism is not in this version yet; leave rules out")
+        if isinstance(model, library.Loaded):
+            loss, forward, initial = loss or model.loss, forward or model.forward, initial or _values(model, job.seed)
+            regular, model = model.regular if regular is None else regular, model.model
+        self.world = world or World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
+        visible = torch.cuda.device_count() if self.world.device.type == "cuda" else 0
+        self.job = job = job.resolve(self.world.size, "cuda" if self.world.device.type == "cuda" else "cpu", max(visible, self.world.size))
+        self.mesh = Mesh.parse(job.mesh)
+        assert job.precision.compute and job.precision.reduce and job.precision.master
+        self.precision = Precision.of(job.precision.compute, job.precision.reduce, job.precision.master)
+        self.ledger = Ledger()
+        self.model = model
+        cut = Cut(
+            ZeroPolicy.of(job.zero.stage, job.zero.gradients, job.zero.params),
+            self.precision,
+            job.zero.granularity,
+            job.recompute,
+            job.compile.backend if job.compile.mode == "block" else None,
+            tuple(job.zero.keep),
+            tuple(regular or ()),
+        )
+        self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial)
+        self.walk = self.parallel.walk
+        self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
+        self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)
+        self.forward = forward or call_model
+        self.counts_targets = loss is None
+        self.loss = loss or next_token_loss
+        pieces = [piece for group in self.parallel.groups for piece in group.pieces]
+        groups = parameter_groups(pieces, job.optimizer.weight_decay)
+        self.optimizer = (optimizer or make_optimizer(job.optimizer))(groups) if groups else None
+        self.base_lr = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+        self.total_steps = job.schedule.steps or job.total_steps() or 1
+        self.scale = LossScale(job.precision.initial_scale, job.precision.scale_window) if self.precision.scaled else None
+        self.memory = PeakMemory(self.world.device)
+        self.steps = self.updates = self.skips = 0
+        self.watch: Callable[[int, str], None] = lambda step, action: None
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.stopping = False
+        self._trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._schedules: dict[int, Schedule] = {}
+        self._served_local = False
+        self.do: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "REDUCE": self._reduce,
+            "VOTE": self._vote,
+            "UPDATE": self._update,
+        }
+        self.now = Underway(self.world.device)
+        self.ledger.take()
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Any] | Batch | None, local: bool = False) -> StepReport:
+        """One optimizer step. batch: that of the whole job, the same on every rank, of which each rank takes its rows; with
+        local=True this dp rank's own rows (None: it has none, and takes part with weight zero). Collective."""
+        schedule = self._begin(batch, local)
+        for action in schedule.order[0]:
+            self.watch(self.steps, str(action))
+            with self.now.timeline.span(action):
+                self.do[action.kind](action)
+        return self._report()
+
+    def _begin(self, batch: Mapping[str, Any] | Batch | None, local: bool) -> Schedule:
+        """This rank's microbatches, and the number of targets of the whole step where it can be known before."""
+        self.now = Underway(self.world.device)
+        self._check_trainable()
+        if batch is None:
+            if not local:
+                raise JobError("step(None) has no batch; only step(None, local=True) can: a rank that has no rows of its own left")
+            mine, count = None, self.job.microbatches
+        else:
+            whole = Batch.of(prepare_labels(batch) if self.counts_targets else batch, local=local)
+            local = whole.local
+            if self.counts_targets and "shift_labels" not in whole:
+                raise JobError("the batch has neither labels nor shift_labels, and no loss was given; add labels, or hand loss=... to Engine")
+            mine = whole if local else whole.part(self.rows.size, self.rows.index)
+            count = self.job.microbatches if local else self.forwards(whole.rows)
+            if self.counts_targets and not local:
+                self.now.expected = count_targets(whole)
+        if local:
+            self._roll_call(mine, closing=False)
+        self.now.microbatches = mine.microbatches(count) if mine is not None else [None] * count
+        if count not in self._schedules:
+            self._schedules[count] = training_step(count)
+        return self._schedules[count]
+
+    def forwards(self, rows: int) -> int:
+        """Forwards that `rows` rows of the whole job take on every rank, also on one with a row less."""
+        return self.forwards_local(-(-rows // self.rows.size))
+
+    def forwards_local(self, rows: int) -> int:
+        """Forwards that `rows` rows of one rank take."""
+        return max(1, -(-rows // (self.job.batch.micro_size or max(rows, 1))))
+
+    def _roll_call(self, mine: Batch | None, closing: bool) -> None:
+        """Ranks with rows of their own tell how many targets they have, and whether they have come to their end."""
+        targets = count_targets(mine) if mine is not None and self.counts_targets else 0
+        self.now.roll = torch.tensor([targets, float(closing)], dtype=torch.float64, device=self.world.device)
+        self.now.roll_work = self.everybody.all_reduce(self.now.roll, reason="roll call", lane="vote")
+        self._served_local = True
+
+    def _forward(self, action: Action) -> None:
+        microbatch = self.now.microbatches[action.microbatch or 0]
+        if microbatch is None or microbatch.rows == 0:
+            return
+        microbatch = microbatch.to(self.world.device, self.precision.compute)
+        self.walk.begin_forward()
+        output = self.forward(self.model, microbatch)
+        self.now.loss, count = self.loss(output, microbatch)
+        self.walk.end_forward()
+        self._add(self.now.loss, count, microbatch.rows)
+
+    def _backward(self, action: Action) -> None:
+        last = action.microbatch == len(self.now.microbatches) - 1
+        if self.now.loss is None:
+            self.walk.without_data(last)
+        else:
+            loss, self.now.loss = self.now.loss, None
+            self._run_backward(loss * self._multiplier(), last)
+        self.memory.look()
+
+    def _run_backward(self, loss: Tensor, last: bool) -> None:
+        self.walk.begin_backward(last)
+        if loss.requires_grad:
+            loss.backward()
+        self.walk.end_backward()
+
+    def _add(self, loss: Tensor, count: Tensor | float, rows: int) -> None:
+        self.now.sums[0] += loss.detach().to(torch.float64)
+        self.now.sums[1] += count if isinstance(count, Tensor) else float(count)
+        self.now.sums[2] += rows
+
+    def _multiplier(self) -> float:
+        """What the sum of losses is multiplied with before backward.
+
+        1 / (targets of the whole step) where that is known; else, for a loss that tells its count only after the forward, a
+        power of two near 1 / rows (exact to undo), and the update makes up for the rest.
+        """
+        if self.now.roll_work is not None:
+            self.now.roll_work.wait()
+            self.now.roll_work = None
+            if self.counts_targets:
+                self.now.expected = int(self.now.roll[0].item())
+        if self.now.expected is not None:
+            self.now.before = 1.0 / max(self.now.expected, 1)
+        else:
+            self.now.before = 2.0 ** -round(math.log2(self.job.batch.size))
+        return self.now.before * (self.scale.scale if self.scale else 1.0)
+
+    def _reduce(self, action: Action) -> None:
+        self.walk.reduce_rest()
+        for group in self.parallel.groups:
+            group.wait_reduced()
+        for group in self.parallel.groups:
+            group.reduce_replicas()
+        for group in self.parallel.groups:
+            group.wait_reduced()
+
+    def _vote(self, action: Action) -> None:
+        """One sum over all ranks: loss, counts, squared norm, wish to stop; with it every rank comes to the same verdict."""
+        self.now.sums[3] = self._squared_norm()
+        self.now.sums[4] = float(self.asked_to_stop())
+        self.everybody.all_reduce(self.now.sums, reason="vote", lane="vote").wait()
+        self.now.loss_sum, self.now.count, self.now.rows, squares, stops = self.now.sums.tolist()
+        self.stopping = stops > 0
+        after = self._after()
+        self.now.grad_norm = math.sqrt(squares) * abs(after) if squares >= 0 else math.nan
+        if not (math.isfinite(self.now.grad_norm) and math.isfinite(self.now.loss_sum)):
+            self.now.status = "skipped"
+        elif self.now.count == 0:
+            self.now.status = "empty"
+
+    def _squared_norm(self) -> Tensor:
+        """Sum of squares over my part of the gradient; the parts of all ranks are the whole, once: copies speak only once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        speaks = all(self.mesh.at(self.world.rank)[axis] == 0 for axis in ("dp_replicate",))
+        if speaks:
+            for group in self.parallel.groups:
+                if group.trainable:
+                    total += torch.linalg.vector_norm(group.my_gradient()).to(torch.float64) ** 2
+        return total
+
+    def _after(self) -> float:
+        """What the reduced gradients are still to be multiplied with, to be those of the sum of losses / the count."""
+        if self.now.count == 0:
+            return 1.0
+        exact = 1.0 if self.now.expected == self.now.count else 1.0 / (self.now.before * self.now.count)
+        return exact / (self.scale.scale if self.scale else 1.0)
+
+    def _update(self, action: Action) -> None:
+        if self.scale and self.now.status != "empty":
+            self.scale.update(self.now.status == "committed")
+        self.skips = self.skips + 1 if self.now.status == "skipped" else 0
+        factor = lr_factor(self.job.schedule, self.updates, self.total_steps)
+        self.now.lr = factor * (self.base_lr[0] if self.base_lr else 0.0)
+        if self.now.status == "committed":
+            self._commit(factor)
+        elif self.now.status == "skipped":
+            self._blame()
+        self.walk.end_step()
+
+    def _commit(self, factor: float) -> None:
+        clip = self.job.clip
+        multiplier = self._after() * (min(1.0, clip / (self.now.grad_norm + 1e-6)) if clip else 1.0)
+        for group in self.parallel.groups:
+            if group.trainable and multiplier != 1.0:
+                group.update_gradient().mul_(multiplier)
+            group.attach_gradients()
+        if self.optimizer is not None:
+            for parameters, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+                parameters["lr"] = base * factor
+            self.optimizer.step()
+        for group in self.parallel.groups:
+            if group.trainable:
+                group.publish()
+        for group in self.parallel.groups:
+            group.wait_published()
+        self.updates += 1
+
+    def _blame(self) -> None:
+        """Find out, on all ranks together, whose gradient it was; stop after too many skips in a row."""
+        mine = [name for group in self.parallel.groups for name in group.nonfinite()]
+        found = self.everybody.objects(mine, reason="blame")
+        self.now.culprits = tuple(Culprit(rank, name) for rank, names in enumerate(found) for name in names)
+        first = f"first: {self.now.culprits[0].tensor} on rank {self.now.culprits[0].rank}" if self.now.culprits else "no rank had one by itself: the sum overflowed"
+        self.now.why = f"the gradient is not finite ({first})"
+        if self.skips >= self.job.precision.max_skips:
+            advice = "use precision=bf16" if self.scale else "lower optimizer.lr or look at the batch"
+            raise NonFinite(f"step {self.steps}: {self.skips} steps in a row were skipped, {self.now.why}; {advice}, or raise precision.max_skips")
+
+    def _report(self) -> StepReport:
+        now = time.perf_counter()
+        report = StepReport(
+            step=self.steps,
+            loss=self.now.loss_sum / self.now.count if self.now.count else 0.0,
+            tokens=round(self.now.count),
+            samples=round(self.now.rows),
+            grad_norm=self.now.grad_norm,
+            lr=self.now.lr,
+            status=self.now.status,
+            why=self.now.why or ("no rank had a target that counts" if self.now.status == "empty" else ""),
+            seconds=now - self.now.started,
+            peak_bytes=self.memory.look(),
+            ledger=self.ledger.take(),
+            timeline=self.now.timeline,
+            nonfinite=self.now.culprits,
+        )
+        self.steps += 1
+        return report
+
+    def _check_trainable(self) -> None:
+        for name, param in self.model.named_parameters():
+            if param.requires_grad is not self._trainable[name]:
+                raise JobError(
+                    f"requires_grad of {name} has changed since the engine was made, which planned memory and traffic by it; "
+                    "freeze or unfreeze first, then make the engine"
+                )
+
+    # -- one's own loop --------------------------------------------------------------------------------------------
+
+    def backward(self, loss_sum: Tensor, count: Tensor | float) -> None:
+        """Backward of a sum of losses over `count` targets of this rank, after one's own forward through `engine.model`.
+        Any number of times before `update`, the same number on every rank. Collective where gradients are reduced each time."""
+        self._add(loss_sum, count, 0)
+        self.watch(self.steps, "backward")
+        self.now.before = 2.0 ** -round(math.log2(self.job.batch.size))
+        self._run_backward(loss_sum * self.now.before * (self.scale.scale if self.scale else 1.0), last=False)
+
+    def update(self) -> StepReport:
+        """Reduce what `backward` has gathered, clip, and update: the gradient is that of all sums / all counts. Collective."""
+        for action in (Action("REDUCE", 0), Action("VOTE", 0), Action("UPDATE", 0)):
+            self.watch(self.steps, str(action))
+            with self.now.timeline.span(action):
+                self.do[action.kind](action)
+        report = self._report()
+        self.now = Underway(self.world.device)
+        return report
+
+    def evaluate(self, batches: Iterable[Mapping[str, Any] | Batch], metrics: Metrics | None = None, local: bool = False) -> dict[str, float]:
+        """{"loss": ...} and the means of `metrics(output, batch) -> {name: (sum, count)}` over real samples. Collective."""
+        return evaluate(self, batches, metrics, local)
+
+    # -- looking inside --------------------------------------------------------------------------------------------
+
+    def full_state(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter and persistent buffer, whole and at full precision, one at a time: (name, CPU tensor) on rank 0,
+        (name, None) on the others. Collective: all ranks must go through to the end."""
+        yield from whole_tensors(self.parallel, "state", lambda group: group.values(), self.world.rank)
+        kept = set(self.model.state_dict(keep_vars=True))
+        for name, buffer in self.model.named_buffers():
+            if name in kept:
+                yield name, buffer.detach().cpu().clone() if self.world.rank == 0 else None
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Every gradient, whole, as the update will see it but for clipping; between VOTE and UPDATE. Collective."""
+        after = self._after()
+        yield from whole_tensors(self.parallel, "gradients", lambda g: g.update_gradient() * after if g.trainable else None, self.world.rank)
+
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes this rank holds, by kind, counted from live storages: parameters and gradients between steps, optimizer (master
+        copy and moments), and buffers (gathered parameters, gradient buckets, the model's own buffers, counters)."""
+        return bytes_held(self.model, self.parallel, self.optimizer)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """This rank has no more steps. After local steps it goes on to take part in those of ranks that have, with weight zero."""
+        while self._served_local:
+            self.now = Underway(self.world.device)
+            self._roll_call(None, closing=True)
+            assert self.now.roll_work is not None
+            self.now.roll_work.wait()
+            if self.now.roll[1].item() == self.world.size:
+                self._served_local = False
+                break
+            self._join()
+
+    def _join(self) -> None:
+        count = self.job.microbatches
+        self.now.roll_work = None
+        if self.counts_targets:
+            self.now.expected = int(self.now.roll[0].item())
+        self.now.microbatches = [None] * count
+        for action in training_step(count).order[0]:
+            self.do[action.kind](action)
+        self._report()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+
+def _values(loaded: library.Loaded, seed: int) -> Fill | None:
+    """A loaded model's first values, in the form groups ask for them; None where the module has them."""
+    give = loaded.initial
+    return None if give is None else lambda name, start, out: give(loaded.model, name, out, start, seed)

@@ -1,0 +1,36 @@
+"""The model writes: tokens drawn one after another. All ranks draw the same, so it works under every cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from stretto.data.batch import Batch
+from stretto.engine.loss import logits_of
+
+if TYPE_CHECKING:
+    from stretto.engine.engine import Engine
+
+
+def write(engine: Engine, prompt: list[int], length: int, *, seed: int = 0, temperature: float = 0.8, context: int = 128) -> list[int]:
+    """`prompt` and `length` more tokens, each drawn from the model's distribution over what follows the last `context`.
+
+    Collective: every rank runs the same forwards on the same tokens. No cache of keys and values: for a look, not for serving.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    was_training = engine.model.training
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(length):
+                row = torch.tensor([tokens[-context:]], device=engine.world.device)
+                engine.walk.begin_forward()
+                output = engine.forward(engine.model, Batch.of({"input_ids": row}))
+                engine.walk.end_forward()
+                odds = (logits_of(output)[0, -1].float().cpu() / temperature).softmax(-1)
+                tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
+    finally:
+        engine.model.train(was_training)
+    return tokens

@@ -1,0 +1,181 @@
+"""The way of a training run: checked, resolved, given a folder, run on its ranks, and shown at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from stretto.anatomy import DECODERS
+from stretto.draw.curve import text_curve
+from stretto.draw.numbers import bytes_, count, measure
+from stretto.errors import JobError
+from stretto.job import Job
+from stretto.launch.failure import RankFailed
+from stretto.launch.place import Devices, Seat, devices, seat
+from stretto.launch.progress import progress_on
+from stretto.launch.record import Recorder, Trained
+from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, refuse_a_run
+from stretto.launch.worker import Event, Rank
+
+
+class Ready(NamedTuple):
+    """A job that fits this machine, and where this process stands."""
+
+    job: Job
+    seat: Seat | None
+    devices: Devices
+
+    @property
+    def ranks(self) -> int:
+        return self.job.derived()[0].value
+
+    def line(self) -> str:
+        """One line on how the batch is shared: what nobody wrote but follows."""
+        job, micro = self.job, self.job.microbatches
+        rows = f"{job.rows_per_rank} in {micro} microbatch{'es' if micro > 1 else ''} on each of {job.shards} dp ranks"
+        how = f"mesh {job.mesh}, zero {job.zero.stage}, {job.precision.compute} on {job.device}"
+        return f"{job.name}: {how}; {job.batch.size} rows a step: {rows}"
+
+
+def ready(job: Job) -> Ready:
+    """The job resolved on this machine, on as many ranks as were started, or as its mesh says. Raises JobError."""
+    here, found = seat(os.environ), devices()
+    return Ready(job.resolve(here.ranks if here else None, found.kind, found.visible), here, found)
+
+
+def train(
+    job: Job | str | Path,
+    out: str | Path | None = None,
+    *,
+    until: int | None = None,
+    stream: TextIO | None = None,
+) -> Trained | None:
+    """stretto.train, with a say in where progress is shown (default stderr)."""
+    stream = stream or sys.stderr
+    asked = job if isinstance(job, Job) else Job.load(job)
+    prepared = ready(asked)
+    cut = shortened(prepared.job, until)
+    check_data(prepared.job)
+    if prepared.seat and prepared.seat.rank > 0:
+        _run(prepared, cut, None, lambda event: None)
+        return None
+    path = Path(out) if out is not None else default_folder(asked.name, time.localtime())
+    refuse_a_run(path)
+    facts = environment_facts(sys.argv, prepared.job.device, prepared.devices.visible)
+    progress = progress_on(stream, asked.log.every)
+    folder = RunFolder.create(path, prepared.job.to_toml(), facts, prepared.job.mesh)
+    recorder = Recorder(folder, progress, prepared.job.mesh, cut.total_steps())
+    progress.note(prepared.line())
+    progress.note(f"run folder: {path}")
+    return _recorded(recorder, prepared.job.total_steps(), lambda: _run(prepared, cut, folder.logs, recorder))
+
+
+def shortened(job: Job, until: int | None) -> Job:
+    """The job that stops after step `until`, with the schedule still laid over all of its steps."""
+    if until is None:
+        return job
+    total = job.total_steps()
+    if until < 1:
+        raise JobError(f"--until {until}: a run has at least 1 step; write --until 1 or more")
+    if total is None:
+        raise JobError(f"--until {until} needs to know how many steps there are, and epochs={job.epochs} does not say; write steps=N")
+    if until >= total:
+        return job
+    return job.with_(steps=until, **{"schedule.steps": job.schedule.steps or total})
+
+
+def check_data(job: Job) -> None:
+    """Refuse data that cannot be read, before there are ranks and without torch."""
+    from stretto.data.source import check_source
+
+    shape = DECODERS.get(job.model.name)
+    vocab = job.model.vocab or (shape.vocab if shape else None)
+    data, seed = job.data, job.seed if job.data.seed is None else job.data.seed
+    parts: list[tuple[str, Any]] = [(data.source, "learn")]
+    if job.eval.data or job.eval.every:
+        parts.append((job.eval.data, "whole") if job.eval.data else (data.source, "held_out"))
+    for spec, part in parts:
+        if spec == "random" and vocab is None:
+            continue  # the model says how many tokens there are, and only a rank opens the model
+        check_source(
+            spec,
+            seq_len=job.batch.seq_len,
+            vocab=vocab,
+            split=data.split if part != "whole" else None,
+            column=data.column,
+            tokenizer=data.tokenizer,
+            seed=seed,
+            part=part,
+        )
+
+
+def _run(prepared: Ready, job: Job, logs: Path | None, on_event: Callable[[Event], None]) -> None:
+    from stretto.launch.local import run_local
+    from stretto.launch.outside import run_here
+
+    if prepared.seat:
+        run_here(train_rank, (job,), prepared.seat, on_event)
+    else:
+        run_local(train_rank, prepared.ranks, (job,), on_event=on_event, logs=logs, stoppable=True)
+
+
+def train_rank(here: Rank, job: Job) -> None:
+    """The training of one rank."""
+    here.emit({"kind": "at", "action": "while loading torch"})
+    from stretto.comm.transport import World
+    from stretto.engine.loop import train as fit
+
+    here.emit({"kind": "at", "action": "while joining the other ranks"})
+    world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
+    here.emit({"kind": "at", "action": "while building the model"})
+    fit(job, world, here.emit, here.stop)
+    world.close()  # not after an error: it would wait for ranks that are gone
+
+
+def _recorded(recorder: Recorder, total: int | None, run: Callable[[], None]) -> Trained:
+    """Run, and leave a true status however it ends; `total` is the number of steps without --until."""
+    try:
+        run()
+    except JobError:
+        recorder.progress.close()
+        recorder.folder.discard()  # refused by a rank: as if it had been refused here
+        raise
+    except KeyboardInterrupt:
+        recorder.finish("interrupted", "ended at once by a second Ctrl-C")
+        raise
+    except Exception as error:
+        recorder.finish("failed", error.failure.headline if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}")
+        raise
+    total = total or recorder.total
+    whole = total is None or recorder.step >= total
+    status: Status = "done" if whole else "interrupted"
+    why = "" if whole else f"stopped after step {recorder.step} of {total}, as asked ({recorder.stop_asked or '--until'})"
+    return recorder.finish(status, why)
+
+
+def summary(trained: Trained, braille: bool) -> str:
+    """What is shown at the end: the curve, what the model wrote before and after, and where to look on."""
+    lines = ["", text_curve(list(enumerate(trained.losses, 1)), braille=braille), ""]
+    for when in ("before", "after"):
+        if when in trained.texts:
+            lines += [f"The model writes, {when} training:", _indented(trained.texts[when]), ""]
+    loss = "none" if trained.final_loss is None else f"{trained.final_loss:.4f}"
+    if trained.entropy is not None and trained.final_loss is not None:
+        share = trained.final_loss / trained.entropy
+        lines.append(f"bigram entropy of the text: {measure(trained.entropy)} nats a byte; final loss {loss} ({share:.2f} of it)")
+    speed = f", {count(trained.tokens_per_second)} tokens/s" if trained.tokens_per_second else ""
+    peak = f", {bytes_(max(trained.peak_bytes))} at most on a rank" if trained.peak_bytes else ""
+    lines.append(f"{trained.status}: {trained.steps} steps, final loss {loss}{speed}{peak}")
+    if trained.status == "interrupted":
+        lines.append("nothing was saved: checkpoints and --resume are not in this version yet")
+    lines.append(f"report: {Path(trained.out) / 'report.html'}")
+    return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "\n".join(f"  | {line}" for line in shown.splitlines())

@@ -1,0 +1,92 @@
+"""What fits together: sizes of a model, a batch and a mesh. Each check returns, or raises the JobError that says what would fit."""
+
+from __future__ import annotations
+
+from stretto.anatomy import DECODERS, DecoderShape
+from stretto.errors import JobError
+from stretto.keys import show
+from stretto.layout.mesh import Mesh
+from stretto.sections import DTYPE_BYTES, Batch, Model, Precision
+
+#: Axes a Job may already name but no engine runs yet.
+LATER = ("pp", "cp", "ep", "tp")
+
+
+def check_model(model: Model, seq_len: int) -> None:
+    """The shape asked for is one that can be built, and holds rows of seq_len tokens."""
+    if model.name not in DECODERS:
+        for key, value in model.sizes().items():
+            known = ", ".join(DECODERS)
+            raise JobError(
+                f"model.{key}={show(value)}: the shape of {model.name} is its own; leave it out, or write a built-in model ({known})"
+            )
+        return
+    if model.weights == "pretrained":
+        raise JobError(f'model.weights="pretrained": {model.name} is built in and has no weights to load; write model.weights="random"')
+    shape = _shape(model)
+    if shape.position == "learned" and seq_len > shape.positions:
+        raise JobError(
+            f"batch.seq_len={seq_len} is longer than the {shape.positions} learned positions of {model.name}; "
+            f"write batch.seq_len={shape.positions} or less, or model.positions={seq_len}"
+        )
+
+
+def check_precision(precision: Precision) -> None:
+    """The optimizer's copy of the weights holds at least what compute does."""
+    compute, master = precision.compute, precision.master
+    if compute and master and DTYPE_BYTES[master] < DTYPE_BYTES[compute]:
+        raise JobError(
+            f'precision.master="{master}" is narrower than precision.compute="{compute}", so weights would lose digits each step; '
+            f'write precision.master="{compute}", or leave it out'
+        )
+
+
+def check_mesh(mesh: Mesh, model: Model, batch_size: int, ranks: int | None) -> None:
+    """Only axes that this version runs are longer than 1. ranks: how many were started, None if the mesh says."""
+    asked = [axis for axis in LATER if mesh[axis] > 1]
+    if not asked:
+        return
+    why = ""
+    if model.name in DECODERS:
+        shape = _shape(model)
+        if mesh["pp"] > shape.blocks:
+            why += f"pp={mesh['pp']} is more than the {shape.blocks} blocks of {model.name}, and "
+        if shape.kv_heads % mesh["tp"]:
+            fits = " or ".join(f"tp={n}" for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0)
+            why += f"tp={mesh['tp']} does not divide kv_heads={shape.kv_heads} of {model.name} ({fits} would), and "
+    plural = "is" if len(asked) == 1 else "are"
+    instead = ranks or _divisor_below(batch_size, mesh.size + 1)
+    raise JobError(f'mesh="{mesh}": {why}{" and ".join(asked)} {plural} not in this version yet; write mesh="dp={instead}"')
+
+
+def check_rows(batch: Batch, mesh: Mesh) -> None:
+    """The rows of a step are shared evenly by the dp ranks, and a microbatch is no more than a rank has."""
+    shards = mesh.extent("dp", "dp_replicate")
+    if batch.size % shards:
+        axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("dp_replicate", "dp") if mesh[axis] > 1)
+        above = next((n for n in range(shards + 1, 4 * shards) if batch.size % n == 0), None)
+        meshes = " or ".join(f'"dp={n}"' for n in (_divisor_below(batch.size, shards), above) if n)
+        raise JobError(
+            f"batch.size={batch.size} cannot be shared evenly by {axes}; write batch.size={_around(batch.size, shards)}, or mesh={meshes}"
+        )
+    rows = batch.size // shards
+    if batch.micro_size and batch.micro_size > rows:
+        raise JobError(
+            f"batch.micro_size={batch.micro_size} is more than the {rows} rows of a rank (batch.size={batch.size} over {shards} dp ranks); "
+            f"write batch.micro_size={rows} or less, or leave it out"
+        )
+
+
+def _shape(model: Model) -> DecoderShape:
+    return DECODERS[model.name].with_(model.sizes())
+
+
+def _divisor_below(n: int, limit: int) -> int:
+    """The largest number below `limit` that divides n (looked for among the first 65536: a mesh is no longer)."""
+    return next(k for k in range(min(n, limit - 1, 65536), 0, -1) if n % k == 0)
+
+
+def _around(n: int, step: int) -> str:
+    """The multiples of `step` next to n, as '4 or 8'."""
+    below = n // step * step
+    return " or ".join(str(m) for m in (below, below + step) if m)

@@ -1,0 +1,1 @@
+"""Models: our own small decoder, and the library that turns a name into a module."""

@@ -1,0 +1,275 @@
+"""A name becomes a model: a built-in decoder, a transformers model (`hf:`), or what your function returns (`python:`).
+
+Our decoders come without memory (meta device) and fill any range of any parameter on demand; others come real.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.anatomy import DECODERS, Anatomy
+from stretto.errors import JobError
+from stretto.models.decoder import Decoder, initial
+
+OTHERS = "hf:FOLDER_OR_ID or python:package.module:function"  # how models that are not built in are written
+Initial = Callable[[nn.Module, str, Tensor, int, int], None]  # (model, parameter name, out, start, seed)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a `python:` function may return instead of a bare module: the module and how it is trained.
+
+    forward(model, batch) -> output; loss(output, batch) -> (sum, count); batches: an iterable of mappings of tensors.
+    What is None is as for any module.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    loss: Callable[[Any, Any], tuple[Tensor, Any]] | None = None
+    batches: Any = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what is known about it.
+
+    initial: writes any flat range of a named parameter's first values; None: the module's values are real already.
+    describe: one line for the user: what it is, how large, and where its values come from.
+    vocab, positions: token ids lie below vocab, sequences are no longer than positions; None: not known, or no limit.
+    regular: modules outside the list of blocks that are known to run exactly once in each forward, in that order.
+    """
+
+    model: nn.Module
+    initial: Initial | None
+    describe: str
+    vocab: int | None = None
+    positions: int | None = None
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    loss: Callable[[Any, Any], tuple[Tensor, Any]] | None = None
+    batches: Any = None
+    regular: tuple[str, ...] = ()
+
+
+def load(name: str, *, weights: str = "auto", seed: int = 0, overrides: Mapping[str, object] | None = None) -> Loaded:
+    """The model that `name` means; what cannot be had raises JobError.
+
+    weights: "auto", "pretrained" or "random". seed: of random values, the same on every rank.
+    overrides: sizes of a built-in decoder to change, None = its own.
+    """
+    if weights not in ("auto", "pretrained", "random"):
+        raise JobError(f"model.weights={weights!r}: use auto, pretrained or random")
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    source, colon, rest = name.partition(":")
+    if not colon:
+        return _decoder(name, weights, seed, given)
+    if source not in SOURCES:
+        raise JobError(f"model={name!r}: {source}: is no source of models; write {OTHERS}, or one of {_names()}")
+    if given:
+        raise JobError(f"model.{min(given)} changes built-in decoders only ({_names()}); {name} brings its own sizes")
+    return SOURCES[source](rest, weights, seed)
+
+
+# --- built-in decoders ----------------------------------------------------------------------------
+
+
+def _names() -> str:
+    return ", ".join(DECODERS)
+
+
+def _decoder(name: str, weights: str, seed: int, overrides: Mapping[str, object]) -> Loaded:
+    if name not in DECODERS:
+        near = difflib.get_close_matches(name, DECODERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise JobError(f"model={name!r} is unknown; {hint}built in are {_names()}; others are written {OTHERS}")
+    if weights == "pretrained":
+        raise JobError(f"model.weights=pretrained: {name} has none; write model.weights=random, or a model hf:FOLDER_OR_ID")
+    shape = DECODERS[name].with_(overrides)
+    return Loaded(
+        model=Decoder(shape, device="meta"),
+        initial=initial,
+        describe=f"{name}: decoder, {_count(Anatomy.of_decoder(shape).parameters())} parameters, seeded random values (seed {seed})",
+        vocab=shape.vocab,
+        positions=shape.positions or None,
+        regular=("embed", "positions", "norm", "head") if shape.position == "learned" else ("embed", "norm", "head"),
+    )
+
+
+def _count(parameters: int) -> str:
+    """1234567 -> "1.2M"."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if parameters >= size:
+            return f"{parameters / size:.1f}{unit}"
+    return str(parameters)
+
+
+def _size(model: nn.Module) -> str:
+    return f"{_count(sum(parameter.numel() for parameter in model.parameters()))} parameters"
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+VALUES = ("model*.safetensors", "pytorch_model*.bin")
+# Beside a config.json they say that values were meant to be here: a copy stopped half way.
+SIGNS_OF_VALUES = ("*.index.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.model")
+COMPLETE = "complete the folder, or write model.weights=random"
+
+# Models that publish no order of their modules.
+REGULAR: Mapping[str, tuple[str, ...]] = MappingProxyType({"gpt2": ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")})
+
+
+def _huggingface(spec: str, weights: str, seed: int) -> Loaded:
+    """A causal language model of transformers, from a folder or by its id on the hub."""
+    try:
+        import transformers  # here: seconds to import, and an extra to install
+    except ImportError as problem:
+        raise JobError(f'model=hf:{spec} needs transformers ({problem}); install "stretto[hf]"') from None
+    pretrained = _wants_values(spec, weights)
+    models: Any = transformers.AutoModelForCausalLM
+    report: Mapping[str, Any] = {}
+    transformers.utils.logging.disable_progress_bar()  # one a rank, over each other
+    local = Path(spec).is_dir()
+    try:
+        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=local, trust_remote_code=False)
+        config.use_cache = False
+        # fp32 whatever the files hold: exact for narrower ones, and the engine casts to what the job computes in
+        if pretrained:
+            model, report = models.from_pretrained(
+                spec, config=config, dtype=torch.float32, local_files_only=local, trust_remote_code=False, output_loading_info=True
+            )
+        else:
+            model = _seeded(seed, lambda: models.from_config(config, dtype=torch.float32))
+    except (OSError, ValueError, KeyError, ImportError) as problem:
+        why = " ".join(str(problem).split())[:300]
+        where = "is the folder whole?" if local else "give a folder, or see that the hub can be reached (HF_HOME, HF_HUB_OFFLINE)"
+        raise JobError(f"model=hf:{spec} cannot be loaded: {why}; {where}") from None
+    if report.get("missing_keys"):
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise JobError(f"model=hf:{spec}: the files hold no values for {missing}; write model.weights=random for random values everywhere")
+    values = "pretrained values" if pretrained else f"seeded random values (seed {seed})"
+    if report.get("unexpected_keys"):
+        values += f", {len(report['unexpected_keys'])} tensors of the files unused"
+    text = config.get_text_config()
+    return Loaded(
+        model=model.train(),
+        initial=None,
+        describe=f"hf:{spec}: {type(model).__name__}, {_size(model)}, {values}",
+        vocab=getattr(text, "vocab_size", None),
+        positions=getattr(text, "max_position_embeddings", None),
+        regular=_regular(model),
+    )
+
+
+def _wants_values(spec: str, weights: str) -> bool:
+    """Whether stored values are to be read: never guessed where a folder looks like half a model."""
+    folder = Path(spec)
+    if not folder.is_dir():
+        if folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1 or not spec:
+            raise JobError(f"model=hf:{spec}: there is no such folder; write one with a config.json, or an id of the hub (owner/name)")
+        return weights != "random"
+    names = sorted(path.name for path in folder.iterdir())
+    if "config.json" not in names:
+        raise JobError(f"model=hf:{spec}: the folder holds no config.json; write a folder that save_pretrained wrote")
+    if weights == "random":
+        return False
+    absent = _absent(folder)
+    if absent:
+        raise JobError(f"model=hf:{spec}: {absent[0]} is named by the index but absent ({len(absent)} in all); {COMPLETE}")
+    if any(fnmatch(name, pattern) for name in names for pattern in VALUES):
+        return True
+    if weights == "pretrained":
+        raise JobError(f"model.weights=pretrained: {spec} holds no {' or '.join(VALUES)}; {COMPLETE}")
+    signs = [name for name in names if any(fnmatch(name, pattern) for pattern in SIGNS_OF_VALUES)]
+    if signs:
+        raise JobError(f"model=hf:{spec} holds {signs[0]} but no {' or '.join(VALUES)}; {COMPLETE}")
+    return False
+
+
+def _absent(folder: Path) -> list[str]:
+    """Files of values that an index names and the folder lacks."""
+    named: set[str] = set()
+    for index in folder.glob("*.index.json"):
+        try:
+            named.update(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as problem:
+            raise JobError(f"model=hf:{folder}: {index.name} is not an index of weights ({problem!r}); copy it again") from None
+    return sorted(name for name in named if not (folder / name).exists())
+
+
+def _regular(model: nn.Module) -> tuple[str, ...]:
+    """What a model says of the order of its parts, by its pipeline plan; () where it says nothing."""
+    config: Any = model.config
+    if config.model_type in REGULAR:
+        return REGULAR[config.model_type]
+    names = {id(module): name for name, module in model.named_modules()}
+    base: Any = getattr(model, str(model.base_model_prefix), None)
+    ends = [getattr(base, key, None) for key in getattr(config, "base_model_pp_plan", None) or ()]
+    if not ends:
+        return ()
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return tuple(names[id(end)] for end in (*ends, head) if isinstance(end, nn.Module) and not isinstance(end, nn.ModuleList))
+
+
+# --- your own function ----------------------------------------------------------------------------
+
+
+def _python(spec: str, weights: str, seed: int) -> Loaded:
+    """What package.module:function returns: an nn.Module, or a Task. It is called without arguments, seeded."""
+    if weights != "auto":
+        raise JobError(f"model.weights={weights}: the values of python:{spec} are what its function makes; leave model.weights=auto")
+    made = _seeded(seed, function_of("model", spec))
+    task = Task(made) if isinstance(made, nn.Module) else made
+    if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
+        raise JobError(f"model=python:{spec} returned {type(made).__name__}; return a torch.nn.Module or a stretto.Task")
+    for name, tensor in (*task.model.named_parameters(), *task.model.named_buffers()):
+        if tensor.is_meta:
+            raise JobError(f"model=python:{spec}: {name} is on the meta device and has no values; build it on the CPU")
+    return Loaded(
+        model=task.model,
+        initial=None,
+        describe=f"python:{spec}: {type(task.model).__name__}, {_size(task.model)}, values of its own function (seed {seed})",
+        forward=task.forward,
+        loss=task.loss,
+        batches=task.batches,
+    )
+
+
+def function_of(key: str, spec: str) -> Callable[[], Any]:
+    """The function that `package.module:function` names; what the module itself raises goes through.
+
+    key: the job's key that asked for it, for the message.
+    """
+    module_name, colon, function_name = spec.partition(":")
+    if not (module_name and colon and function_name):
+        raise JobError(f"{key}=python:{spec}: write python:package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as problem:
+        if problem.name is None or not (module_name + ".").startswith(problem.name + "."):
+            raise  # found, but it imports something that is not there
+        raise JobError(f"{key}=python:{spec}: there is no module {problem.name}; start beside it, or set PYTHONPATH") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise JobError(f"{key}=python:{spec}: {module_name} has no function {function_name}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _seeded(seed: int, make: Callable[[], Any]) -> Any:
+    """make() under torch's CPU generator at `seed`, so that all ranks make the same; the generator is put back after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it would seed the devices too, and leave them so
+        return make()
+
+
+SOURCES: Mapping[str, Callable[[str, str, int], Loaded]] = MappingProxyType({"hf": _huggingface, "python": _python})

@@ -1,0 +1,1 @@
+"""How a model is cut over ranks, and what of its activations is kept."""

@@ -1,0 +1,213 @@
+"""parallelize: from a model and a job to sharded groups, in the one order in which cuts can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stretto.anatomy import Recompute
+from stretto.comm.group import Group, Ledger
+from stretto.comm.transport import World
+from stretto.errors import JobError
+from stretto.layout.mesh import Mesh
+from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
+from stretto.parallel import recompute
+from stretto.parallel.flat import Granularity
+from stretto.parallel.precision import Precision
+from stretto.parallel.sharded import Fill, Room, ShardedGroup
+from stretto.parallel.units import Unit, block_list, units_of
+from stretto.parallel.walk import Stop, Walk
+
+#: Groups that may hold whole buffers at a time: the one at work and the one ahead (or just behind).
+SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the model is to be cut, taken from a Job."""
+
+    policy: ZeroPolicy
+    precision: Precision
+    granularity: Granularity = "element"
+    recompute: Recompute = "none"
+    compile_backend: str | None = None
+    keep: tuple[str, ...] = ()
+    regular: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A cut model: its walk, and names that mean the same parameter (tied weights), by the name that is kept."""
+
+    walk: Walk
+    groups: tuple[ShardedGroup, ...]
+    rooms: tuple[Room, ...]
+    aliases: dict[str, tuple[str, ...]]
+    shard: Group
+    replicas: Group
+
+
+def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Ledger, initial: Fill | None) -> Parallel:
+    """Cut `model` in place. initial: gives a named parameter's first values, asked only for what this rank holds (a model on
+    the meta device needs it); None: rank 0's values are everybody's.
+
+    Order: recompute wraps the blocks' forwards, then compile, then units and groups, and values last: a model on the meta
+    device never exists whole on a rank that cuts parameters.
+    """
+    _refuse_batch_norm(model, mesh)
+    _, blocks = block_list(model)
+    recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=cut.compile_backend is not None)
+    if cut.compile_backend is not None:
+        _compile(blocks, cut.compile_backend)
+    aliases = _aliases(model)
+    if initial is None:
+        _check_real(model)
+        _same_on_all_ranks(model, world, mesh, ledger)
+        initial = _from_model(model)
+    _leave_meta(model, world.device)
+    units = units_of(model, regular=cut.regular, keep=cut.keep)
+    shard = Group(world, mesh, SHARD_AXES, ledger)
+    replicas = Group(world, mesh, REPLICATE_AXES, ledger)
+    summed = shard if cut.policy.reduction == "reduce_scatter" else Group(world, mesh, REPLICATE_AXES + SHARD_AXES, ledger)
+    stops = [Stop(i, unit, _groups(unit, cut, summed, replicas)) for i, unit in enumerate(units)]
+    rooms = _assign_rooms(stops, cut, world.device)
+    for stop in stops:
+        for group in stop.groups:
+            group.allocate(initial)
+    _move_buffers(model, world.device, cut.precision)
+    walk = Walk(model, stops, cut.policy, world.rank, watch_inside=cut.compile_backend is None)
+    return Parallel(walk, walk.groups, rooms, aliases, shard, replicas)
+
+
+def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group) -> list[ShardedGroup]:
+    """One group of the unit's trainable parameters, one of its frozen ones: a group is reduced and updated as a whole."""
+    groups = []
+    for trainable, label in ((True, ""), (False, " (frozen)")):
+        params = [(name, p) for name, p in unit.params if p.requires_grad is trainable]
+        if params:
+            params.sort(key=lambda named: named[1].ndim < 2)  # matrices first: weight decay then applies to one range
+            groups.append(
+                ShardedGroup(
+                    unit.name + label,
+                    params,
+                    shard,
+                    replicas,
+                    cut.policy,
+                    cut.precision,
+                    granularity=cut.granularity,
+                    kept=not unit.regular or cut.policy.params == "step",
+                )
+            )
+    return groups
+
+
+def _assign_rooms(stops: Sequence[Stop], cut: Cut, device: torch.device) -> tuple[Room, ...]:
+    """Give regular units shared slots for whole parameters and gradient buckets, in turn; the others have memory of their own."""
+    regular = [stop for stop in stops if stop.unit.regular]
+    rooms: list[Room] = []
+
+    def room(members: list[tuple[int, ShardedGroup]], dtype: torch.dtype, attribute: str) -> None:
+        if members:
+            made = Room(max(group.plan.total for _, group in members), SLOTS, dtype, device)
+            rooms.append(made)
+            for position, group in members:
+                setattr(group, attribute, (made, position % SLOTS))
+
+    for trainable in (True, False):
+        members = [(i, group) for i, stop in enumerate(regular) for group in stop.groups if group.trainable is trainable]
+        if "param" in cut.policy.cut and cut.policy.params == "microbatch":
+            room(members, cut.precision.compute, "param_room")
+        if trainable and members and members[0][1].reduces_each:
+            room(members, cut.precision.reduce, "bucket_room")
+    return tuple(rooms)
+
+
+def _refuse_batch_norm(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.extent("dp", "dp_replicate", "cp") == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            raise JobError(
+                f"{name or type(model).__name__} is a {type(module).__name__}: its statistics would be those of each rank's rows, not of the batch, "
+                "so the step would depend on the mesh; use GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs"
+            )
+
+
+def _check_real(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise JobError(f"parameter {name} is on the meta device and nothing says what its values are; give a model with real values")
+
+
+def _compile(blocks: Sequence[nn.Module], backend: str) -> None:
+    """Compile each block's forward once. A block that cannot be compiled is an error, not a silent eager block."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks) + 8)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for block in blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(param), name)
+        found.setdefault(kept, []).append(name)
+    return {kept: tuple(names) for kept, names in found.items()}
+
+
+def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh, ledger: Ledger) -> None:
+    """Rank 0's values and buffers on every rank: ranks that had drawn their own would otherwise train a chimera."""
+    everybody = Group(world, mesh, tuple(name for name, _ in mesh.axes), Ledger())
+    if everybody.size == 1:
+        return
+    shapes = everybody.objects([(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()], reason="same model")
+    for rank, other in enumerate(shapes):
+        if other != shapes[0]:
+            differs = next((a for a, b in zip(other, shapes[0], strict=False) if a != b), ("the number of parameters", (), True))
+            raise JobError(f"rank {rank} was given another model than rank 0: {differs[0]} differs; give every rank the same model")
+    del ledger
+    with torch.no_grad():
+        for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.numel() and not tensor.is_meta:
+                flat = tensor.detach().to(world.device).contiguous().view(-1)
+                everybody.broadcast(flat, 0, reason="same model").wait()
+                tensor.data.copy_(flat.view(tensor.shape))
+
+
+def _from_model(model: nn.Module) -> Fill:
+    """A Fill that reads a real model's own values; each tensor is let go once it has been read."""
+    params = dict(model.named_parameters())
+
+    def fill(name: str, start: int, out: Tensor) -> None:
+        out.copy_(params[name].data.reshape(-1)[start : start + out.numel()])
+
+    return fill
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Real parameters without memory in place of those on the meta device; groups give them their values."""
+    real: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.is_meta:
+                if id(param) not in real:
+                    empty = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
+                    real[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                module._parameters[name] = real[id(param)]
+            elif param.device != device:
+                param.data = param.data.to(device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Buffers go to the device in the dtype they have (rotary tables in bf16 lose whole radians); in a float64 check they widen."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            wide = buffer.is_floating_point() and precision.compute == torch.float64
+            module._buffers[name] = buffer.to(device, torch.float64 if wide else buffer.dtype)
+

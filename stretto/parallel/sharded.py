@@ -1,0 +1,363 @@
+"""ShardedGroup: parameters that are gathered, reduced and updated together, as their row of the ZERO table says.
+
+Parameters are views of one flat buffer, gradients of another: a collective moves the buffer, nobody packs or unpacks.
+
+[Note: who holds what]        stage 0      1            2             3
+    parameters (compute)      whole        whole        whole         my part; whole in a slot while needed
+    gradients (reduce)        whole        whole        my part       my part; whole in a bucket until reduced
+    master (master dtype)     whole        my part      my part       my part       (the parameters themselves if the dtypes agree)
+    optimizer moments         whole        my part      my part       my part
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stretto.comm.group import Group
+from stretto.comm.transport import Pending
+from stretto.errors import RunError
+from stretto.layout.layout import Layout
+from stretto.layout.zero import GroupFacts, ZeroPolicy
+from stretto.parallel.flat import FlatPlan, Granularity, Slot
+from stretto.parallel.precision import Precision
+
+#: Writes values [start, start + len(out)) of a named tensor, taken flat, to `out`.
+Fill = Callable[[str, int, Tensor], None]
+
+
+class Piece(NamedTuple):
+    """What this rank updates of one named parameter: `value.grad` is its gradient. start, stop: elements of the whole, taken flat."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    value: nn.Parameter
+
+
+class Room:
+    """Memory for whole buffers that live only for a while: `count` of them, used in turn, allocated once.
+
+    [Note: a slot's address] Autograd keeps views of a gathered weight, so a group must find its bytes at the same address in
+    backward as in forward: a group always uses the same slot. Users of one slot follow each other by `count` groups.
+    """
+
+    def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = [torch.zeros(elements, dtype=dtype, device=device) for _ in range(count)]
+        self.user: list[ShardedGroup | None] = [None] * count
+
+    @property
+    def bytes_(self) -> int:
+        return sum(slot.untyped_storage().nbytes() for slot in self.slots)
+
+
+class ShardedGroup:
+    """See the module. `at` moments come from parallel/walk.py, which knows the order of groups.
+
+    params: named; the same names, shapes and order on every rank. axes along which parts lie: those of `group`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, nn.Parameter]],
+        group: Group,
+        replicas: Group,
+        policy: ZeroPolicy,
+        precision: Precision,
+        *,
+        granularity: Granularity = "element",
+        kept: bool = False,
+    ) -> None:
+        self.name, self.group, self.replicas, self.policy, self.precision = name, group, replicas, policy, precision
+        self.params = tuple(p for _, p in params)
+        self.names = tuple(n for n, _ in params)
+        self.trainable = self.params[0].requires_grad
+        self.kept = kept
+        itemsize = precision.compute.itemsize
+        self.plan = FlatPlan.of([(n, tuple(p.shape)) for n, p in params], group.size, granularity, itemsize)
+        self.low, self.high = self.plan.bounds[group.index], self.plan.bounds[group.index + 1]
+        self.device = group.world.device
+        self._views: list[Tensor] = []
+        self._absent = [torch.full((), math.nan, dtype=precision.compute, device=self.device).expand(p.shape) for p in self.params]
+        self._gather: Pending | None = None
+        self._reduces: list[Pending] = []
+        self._reduced = 0
+        self._pending: set[int] = set()
+        self._touched: set[int] = set()
+        self._local_norms: list[list[Tensor]] = []
+        self.resident = not self.cuts("param")
+        self.whole: Tensor | None = None
+        self.bucket: Tensor | None = None
+        self.param_room: tuple[Room, int] | None = None
+        self.bucket_room: tuple[Room, int] | None = None
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def cuts(self, kind: str) -> bool:
+        return kind in self.policy.cut
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced into my part after every microbatch, so that whole gradients live only in a bucket."""
+        return self.policy.gradients == "each" and self.cuts("grad")
+
+    @property
+    def facts(self) -> GroupFacts:
+        return GroupFacts(self.name, self.plan.total, self.trainable, self.kept)
+
+    def allocate(self, fill: Fill) -> None:
+        """Make the buffers and fill them: `fill` is asked only for what this rank holds. Then the parameters are views."""
+        total, mine, dtypes = self.plan.total, self.high - self.low, self.precision
+
+        def new(n: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(n, dtype=dtype, device=self.device)
+
+        held = new(mine if self.cuts("param") else total, dtypes.compute)  # of parameters, between steps
+        base = self.low if self.cuts("param") else 0
+        self.held = held
+        self.update_low, self.update_high = (self.low, self.high) if self.cuts("optim") else (0, total)
+        size = self.update_high - self.update_low
+        self.separate_master = self.trainable and dtypes.master != dtypes.compute
+        if self.separate_master:
+            self.master = new(size, dtypes.master)
+        else:
+            self.master = held[self.update_low - base : self.update_high - base] if self.trainable else held.new_empty(0)
+        for slot, start, stop in self.plan.pieces(base, base + held.numel()):
+            values = torch.empty(stop - start, dtype=dtypes.master, device=self.device)
+            fill(slot.name, start, values)
+            held[slot.start + start - base : slot.start + stop - base] = values
+            low, high = max(slot.start + start, self.update_low), min(slot.start + stop, self.update_high)
+            if self.separate_master and low < high:
+                self.master[low - self.update_low : high - self.update_low] = values[low - slot.start - start : high - slot.start - start]
+        self.grad = new(0 if not self.trainable else mine if self.reduces_each else total, dtypes.reduce)
+        if not self.cuts("param"):
+            self.whole = held
+        elif self.param_room is None:
+            self.whole = new(total, dtypes.compute)
+        else:
+            room, index = self.param_room
+            self.whole = room.slots[index][:total]
+        if self.trainable:
+            if not self.reduces_each:
+                self.bucket = self.grad
+            elif self.bucket_room is None:
+                self.bucket = new(total, dtypes.reduce)
+            else:
+                room, index = self.bucket_room
+                self.bucket = room.slots[index][:total]
+        assert self.whole is not None
+        self._views = [self.whole[s.start : s.stop].view(s.shape) for s in self.plan.slots]
+        self._grads = [self.bucket[s.start : s.stop].view(s.shape) for s in self.plan.slots] if self.bucket is not None else []
+        self._show(self.resident)
+        self.pieces = tuple(self._pieces()) if self.trainable else ()
+        if self.trainable:
+            for i, param in enumerate(self.params):
+                param.register_post_accumulate_grad_hook(lambda _, i=i: self._accumulate(i))
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Views of the master copy, one a tensor; shaped as the tensor where all of it, or whole rows of it, are mine."""
+        for slot, start, stop in self.plan.pieces(self.update_low, self.update_high):
+            at = slot.start + start - self.update_low
+            value = nn.Parameter(_shaped(self.master[at : at + stop - start], slot, start))
+            yield Piece(slot.name, slot.shape, start, stop, value)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Where each parameter's master copy and moments lie."""
+        axes = self.group.axes if self.cuts("optim") else ()
+        return {s.name: self.plan.layout(s, axes) if axes else Layout.whole(s.shape) for s in self.plan.slots}
+
+    def temporary(self) -> list[Tensor]:
+        """Whole buffers of this group alone, beside what is held between steps."""
+        own = [self.whole] if self.cuts("param") and self.param_room is None and self.whole is not None else []
+        return own + ([self.bucket] if self.bucket is not None and self.reduces_each and self.bucket_room is None else [])
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def gather(self, reason: str) -> None:
+        """Start bringing the whole parameters into my slot. Raises RunError if the slot's user is still at work."""
+        if self.param_room is not None:
+            room, index = self.param_room
+            user = room.user[index]
+            if user is not None and user is not self:
+                user.free()
+            room.user[index] = self
+        assert self.whole is not None
+        self.whole[self.low : self.high].copy_(self.held)
+        self._gather = self.group.all_gather(self.whole, self.plan.bounds, reason=f"{reason} {self.name}")
+        self.resident = True
+
+    def ready(self) -> None:
+        """Wait until the gathered parameters are there, and show them to the model."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+            self._show(True)
+
+    def free(self) -> None:
+        """The whole parameters are not needed: whoever looks at one now sees NaN, not another group's weights."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        if self.resident:
+            self._show(False)
+            self.resident = False
+
+    def _show(self, there: bool) -> None:
+        for param, view, absent in zip(self.params, self._views, self._absent, strict=True):
+            param.data = view if there else absent
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Every trainable parameter may now get a gradient; `complete` tells when all have."""
+        self._pending = set(range(len(self.params))) if self.trainable else set()
+
+    def on_complete(self, call: Callable[[], None]) -> None:
+        self._completed = call
+
+    @property
+    def complete(self) -> bool:
+        return not self._pending
+
+    def _accumulate(self, i: int) -> None:
+        """Autograd has finished the gradient of parameter i for this backward: add it to the flat buffer."""
+        grad = self.params[i].grad
+        assert grad is not None
+        self._take_bucket()
+        if i in self._touched:
+            self._grads[i].add_(grad)
+        else:
+            self._grads[i].copy_(grad)
+            self._touched.add(i)
+        self.params[i].grad = None
+        if i in self._pending:
+            self._pending.discard(i)
+            if not self._pending:
+                self._completed()
+
+    def _take_bucket(self) -> None:
+        if self._touched or not self.reduces_each:
+            return
+        if self.bucket_room is not None:
+            room, index = self.bucket_room
+            user = room.user[index]
+            if user is not None and user is not self:
+                if user._touched:
+                    raise RunError(f"gradients of {user.name} are not finished while those of {self.name} begin; add the module to zero.keep")
+                user.wait_reduced()
+            room.user[index] = self
+        self.wait_reduced()  # my own last microbatch, before its bytes are overwritten
+        assert self.bucket is not None
+        for start, stop in self.plan.gaps():
+            self.bucket[start:stop].zero_()
+
+    def finish_backward(self) -> None:
+        """No more gradients come in this backward: those that did not come are zero."""
+        self._pending.clear()
+
+    def reduce(self, reason: str) -> None:
+        """Start adding everybody's gradients; parameters that got none count as zero."""
+        if not self.trainable:
+            return
+        self._take_bucket()
+        for i in range(len(self.params)):
+            if i not in self._touched:
+                self._grads[i].zero_()
+        self._local_norms.append(list(torch._foreach_norm(self._grads)))
+        assert self.bucket is not None
+        if self.policy.reduction == "all_reduce":
+            work = self.group.all_reduce(self.bucket, reason=f"{reason} {self.name}")
+        else:
+            into = self.grad if self.reduces_each else self.grad[self.low : self.high]
+            again = self.reduces_each and self._reduced > 0
+            work = self.group.reduce_scatter(self.bucket, self.plan.bounds, reason=f"{reason} {self.name}", into=into, accumulate=again)
+        self._reduces.append(work)
+        self._reduced += 1
+        self._touched.clear()
+
+    def wait_reduced(self) -> None:
+        works, self._reduces = self._reduces, []
+        for work in works:
+            work.wait()
+
+    def reduce_replicas(self) -> None:
+        """Add the parts of all copies (hybrid sharding); stage 0 has done so already."""
+        if self.trainable and self.replicas.size > 1 and self.policy.reduction == "reduce_scatter":
+            self._reduces.append(self.replicas.all_reduce(self.my_gradient(), reason=f"replicas {self.name}", lane="replicas"))
+
+    def my_gradient(self) -> Tensor:
+        """My part of the reduced gradients, whatever the stage: the parts of all ranks are the whole, once."""
+        return self.grad if self.reduces_each else self.grad[self.low : self.high]
+
+    def update_gradient(self) -> Tensor:
+        """The reduced gradients of what I update."""
+        return self.grad if self.reduces_each else self.grad[self.update_low : self.update_high]
+
+    def attach_gradients(self) -> None:
+        """Hand the reduced gradients to the pieces that the optimizer updates."""
+        source = self.update_gradient().to(self.precision.master)
+        for piece, (slot, start, stop) in zip(self.pieces, self.plan.pieces(self.update_low, self.update_high), strict=True):
+            at = slot.start + start - self.update_low
+            piece.value.grad = _shaped(source[at : at + stop - start], slot, start)
+
+    def nonfinite(self) -> list[str]:
+        """Names of parameters whose gradient, on this rank and before any reduction, was not finite in this step."""
+        found = []
+        for norms in self._local_norms:
+            found += [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(float(norm))]
+        return list(dict.fromkeys(found))
+
+    def clear(self) -> None:
+        """The step is over: forget its gradients."""
+        self.wait_reduced()
+        self._reduced = 0
+        self._touched.clear()
+        self._pending.clear()
+        self._local_norms.clear()
+        for piece in self.pieces:
+            piece.value.grad = None
+
+    # -- after the update ------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """The master copy has changed: bring the parameters after it, and start sending my part where others hold it too."""
+        base = self.low if self.cuts("param") else 0
+        if self.separate_master:
+            self.held[self.update_low - base : self.update_high - base].copy_(self.master)
+        if self.policy.does("after_step", ("all_gather", "param")):
+            self._gather = self.group.all_gather(self.held, self.plan.bounds, reason=f"after_step {self.name}")
+
+    def wait_published(self) -> None:
+        if self._gather is not None and not self.cuts("param"):
+            self._gather.wait()
+            self._gather = None
+
+    def whole_of(self, part: Tensor, reason: str) -> Tensor:
+        """All ranks' parts of a buffer like the master copy, joined. part: [update_high - update_low]."""
+        if not self.cuts("optim"):
+            return part
+        joined = torch.zeros(self.plan.total, dtype=part.dtype, device=part.device)
+        joined[self.low : self.high] = part
+        self.group.all_gather(joined, self.plan.bounds, reason=f"{reason} {self.name}", lane="user").wait()
+        return joined
+
+    def values(self) -> Tensor:
+        """What this rank is responsible for, at full precision: of frozen parameters, what it holds."""
+        if self.trainable:
+            return self.master
+        return self.held if self.cuts("param") or not self.cuts("optim") else self.held[self.low : self.high]
+
+
+def _shaped(flat: Tensor, slot: Slot, start: int) -> Tensor:
+    row = math.prod(slot.shape[1:]) if len(slot.shape) > 1 else 1
+    if flat.numel() == slot.elements:
+        return flat.view(slot.shape)
+    if len(slot.shape) > 1 and start % row == 0 and flat.numel() % row == 0:
+        return flat.view(-1, *slot.shape[1:])
+    return flat

@@ -1,0 +1,85 @@
+"""Which parameters are gathered and reduced together: a block each, and the rest of the model around the blocks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+#: The unit of parameters that are nowhere known to run once.
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered and reduced together.
+
+    regular: each of its modules runs at most once in a forward, after those of earlier units, and its parameters are used
+    nowhere else; they can be freed after it. Otherwise they are kept from their first gather to the end of the backward.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    params: tuple[tuple[str, nn.Parameter], ...]
+    regular: bool
+
+
+def block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The model's blocks: the ModuleList that holds the most parameters (of nested ones the outer), with its name. ('', []) if none."""
+    best: tuple[int, str, list[nn.Module]] = (0, "", [])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            held = sum(p.numel() for p in module.parameters())
+            if held > best[0]:
+                best = (held, name, list(module))
+    return best[1], best[2]
+
+
+def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[str] = ()) -> list[Unit]:
+    """Cut the model's parameters into units, those that are kept first, then in the order in which they run.
+
+    regular: names of modules outside the blocks that are known to run exactly once a forward, in order; neighbours share a
+    unit. keep: patterns of module or parameter names whose parameters are to be kept. A parameter that modules of several
+    units share (tied weights, found by identity) is kept.
+    """
+    regions = _regions(model, set(regular))
+    home = {inner: name for name, modules in regions.items() for module in modules for inner in module.modules()}
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+    kept: dict[nn.Parameter, None] = {}
+    for prefix, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(param, []).append(module)
+            name = names.setdefault(param, f"{prefix}.{leaf}" if prefix else leaf)
+            if any(fnmatch.fnmatch(prefix, pattern) or fnmatch.fnmatch(name, pattern) for pattern in keep):
+                kept[param] = None
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for param, name in names.items():
+        homes = {home.get(owner, REST) for owner in owners[param]}
+        members.setdefault(REST if len(homes) > 1 or param in kept else homes.pop(), []).append((name, param))
+    units = []
+    if REST in members:
+        users = tuple(dict.fromkeys(owner for _, param in members[REST] for owner in owners[param]))
+        units.append(Unit(REST, users, tuple(members[REST]), regular=False))
+    return units + [Unit(name, tuple(modules), tuple(members[name]), regular=True) for name, modules in regions.items() if name in members]
+
+
+def _regions(model: nn.Module, regular: set[str]) -> dict[str, list[nn.Module]]:
+    """Modules that run once a forward, by the name of the first, in the order in which the model holds them: each block one
+    region, and neighbouring regular modules one."""
+    prefix, blocks = block_list(model)
+    inside = {f"{prefix}.{i}" for i in range(len(blocks))}
+    regions: dict[str, list[nn.Module]] = {}
+    open_region: list[nn.Module] | None = None
+    for name, module in model.named_modules():
+        if name in inside:
+            regions[name] = [module]
+            open_region = None
+        elif name in regular:
+            if open_region is None:
+                open_region = regions.setdefault(name, [])
+            open_region.append(module)
+    return regions

@@ -1,0 +1,287 @@
+"""Walk: takes a model's groups through forward and backward in one declared order, the same on every rank.
+
+[Note: lanes] Nobody knows before a forward what other ranks will run: a branch may run on one rank only. So gathers stand in
+one fixed order (forward: first unit to last; backward: last to first), reductions in another (last to first), and each rank
+issues strictly in those orders: what it skips it catches up on, before what comes later or at the end. Gathers and reductions
+use channels of their own, so only the order within each matters, and a rank without any data can still take part.
+
+[Note: reverse order] Autograd runs nodes in reverse order of their creation. When the gradient of a unit's output arrives,
+everything that ran after the unit in forward has its gradients: later units are then finished, and gradients they did not get
+are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stretto.errors import RunError
+from stretto.layout.zero import ZeroPolicy
+from stretto.parallel.sharded import ShardedGroup
+from stretto.parallel.units import Unit
+
+
+class Stop:
+    """One unit on the walk: its groups (trainable, frozen) and what is known of it in this microbatch."""
+
+    def __init__(self, index: int, unit: Unit, groups: Sequence[ShardedGroup]) -> None:
+        self.index, self.unit, self.groups = index, unit, tuple(groups)
+        self.running = 0
+        self.finished = False
+
+    @property
+    def resident(self) -> bool:
+        return all(group.resident for group in self.groups)
+
+    def rooms(self) -> list[ShardedGroup]:
+        """Other groups that lie in the slots this stop's groups need."""
+        users = [group.param_room[0].user[group.param_room[1]] for group in self.groups if group.param_room]
+        return [user for user in users if user is not None and user not in self.groups]
+
+
+class Walk:
+    """See the module. `step` and `rank` are only for messages."""
+
+    def __init__(self, model: nn.Module, stops: Sequence[Stop], policy: ZeroPolicy, rank: int, *, watch_inside: bool = True) -> None:
+        self.stops, self.policy, self.rank = tuple(stops), policy, rank
+        self.groups = tuple(group for stop in stops for group in stop.groups)
+        self.step = 0
+        self.phase = "idle"
+        self._next = 0
+        self._gathered: set[int] = set()
+        self._reduce_at = -1
+        self._last = False
+        self._cut = "param" in policy.cut
+        self._stop_of = {group: stop for stop in stops for group in stop.groups}
+        for group in self.groups:
+            group.on_complete(self._advance)
+        model.register_forward_pre_hook(lambda *_: self._enter_root())
+        model.register_forward_hook(lambda *_: self._leave_root(), always_call=True)
+        self._root_depth = 0
+        for stop in stops:
+            self._hook(stop, watch_inside)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def _hook(self, stop: Stop, watch_inside: bool) -> None:
+        if not stop.unit.regular:
+            if self._cut:
+                for module in stop.unit.modules:
+                    module.register_forward_pre_hook(lambda *_: self._before_forward(stop))
+            return
+        last = stop.unit.modules[-1]
+        for module in stop.unit.modules:
+            module.register_forward_pre_hook(lambda *_: self._start(stop))
+            module.register_forward_hook(lambda m, _, out: self._end(stop, m is last, out), always_call=True)
+            if self._cut and watch_inside:
+                for name, inner in module.named_modules():
+                    if inner is not module and next(inner.parameters(recurse=False), None) is not None:
+                        inner.register_forward_pre_hook(lambda *_, name=name: self._inside(stop, name))
+
+    def _enter_root(self) -> None:
+        if self.phase == "idle":
+            self.begin_forward()
+            self._root_depth = 1
+        elif self._root_depth:
+            self._root_depth += 1
+
+    def _leave_root(self) -> None:
+        if self._root_depth:
+            self._root_depth -= 1
+            if self._root_depth == 0:
+                self.end_forward()
+
+    def _start(self, stop: Stop) -> None:
+        stop.running += 1
+        self._before_forward(stop)
+
+    def _end(self, stop: Stop, last: bool, out: Any) -> None:
+        stop.running -= 1
+        if self.phase != "forward":
+            return
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._before_backward(stop))
+        if last and self._cut and self.policy.params == "microbatch":
+            self._release(stop)
+
+    def _inside(self, stop: Stop, name: str) -> None:
+        if not stop.running and not stop.resident:
+            raise RunError(
+                f"rank {self.rank}, step {self.step}: {stop.unit.name}.{name} ran outside the forward of {stop.unit.name}, "
+                f'whose parameters are cut (ZeRO 3); write zero.keep=["{stop.unit.name}"]'
+            )
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        self.phase = "forward"
+        self._next = 0
+        for stop in self.stops:
+            stop.running = 0
+
+    def end_forward(self) -> None:
+        """Catch up on gathers this rank skipped; what is not kept is freed."""
+        if self._cut:
+            self._gather_up_to(len(self.stops) - 1)
+            for stop in self.stops:
+                if self.policy.params == "microbatch" and (stop.unit.regular or not torch.is_grad_enabled()):
+                    self._release(stop)
+        self.phase = "idle"
+
+    def _before_forward(self, stop: Stop) -> None:
+        if not self._cut:
+            return
+        if self.phase == "forward":
+            if stop.index < self._next and not stop.resident:
+                raise RunError(
+                    f"rank {self.rank}, step {self.step}: {stop.unit.name} runs a second time, or out of order, in one forward, after its "
+                    f'parameters were freed (ZeRO 3); write zero.keep=["{stop.unit.name}"] to keep them gathered'
+                )
+            self._gather_up_to(stop.index)
+            following = stop.index + 1  # a unit ahead of need
+            if following < len(self.stops) and following == self._next and not self._busy(self.stops[following]):
+                self._gather_up_to(following)
+        elif not stop.resident:
+            raise RunError(
+                f"rank {self.rank}, step {self.step}: {stop.unit.name} runs outside a forward of the engine's model while its parameters "
+                "are cut (ZeRO 3); call engine.model(...) as a whole"
+            )
+        for group in stop.groups:
+            group.ready()
+
+    def _gather_up_to(self, index: int) -> None:
+        while self._next <= index:
+            stop = self.stops[self._next]
+            self._next += 1
+            if stop.index not in self._gathered:
+                self._gather(stop, "before_forward", stop.groups)
+
+    def _gather(self, stop: Stop, reason: str, groups: Sequence[ShardedGroup]) -> None:
+        if self._busy(stop):
+            other = self._stop_of[stop.rooms()[0]].unit.name
+            raise RunError(
+                f"rank {self.rank}, step {self.step}: {stop.unit.name} runs inside {other}, and both need the same buffer (ZeRO 3); "
+                f'write zero.keep=["{stop.unit.name}"]'
+            )
+        for group in stop.rooms():
+            self._gathered.discard(self._stop_of[group].index)
+        for group in groups:
+            group.gather(reason)
+        self._gathered.add(stop.index)
+
+    def _busy(self, stop: Stop) -> bool:
+        return any(self._stop_of[group].running for group in stop.rooms())
+
+    def _release(self, stop: Stop) -> None:
+        for group in stop.groups:
+            group.free()
+        self._gathered.discard(stop.index)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, last: bool) -> None:
+        """last: of the step; gradients that are reduced once a step are reduced in it."""
+        self.phase, self._last = "backward", last
+        self._next = len(self.stops) - 1
+        self._reduce_at = len(self.groups) - 1
+        for stop in self.stops:
+            stop.finished = False
+            for group in stop.groups:
+                group.begin_backward()
+        if self._cut:
+            for stop in self.stops:
+                if not stop.unit.regular and stop.index not in self._gathered:
+                    self._gather(stop, "before_backward", stop.groups)
+                    for group in stop.groups:
+                        group.ready()
+
+    def _before_backward(self, stop: Stop) -> None:
+        if self.phase != "backward":
+            raise RunError("a backward outside the engine: call engine.backward(loss_sum, count) instead of loss.backward()")
+        if stop.finished and self._cut:
+            if not stop.resident:
+                raise RunError(
+                    f"rank {self.rank}, step {self.step}: one backward goes through {stop.unit.name} twice (two forwards, one backward) "
+                    "while ZeRO 3 frees parameters after each use; write zero.params=step"
+                )
+            return
+        for later in self.stops[stop.index + 1 :]:
+            self._finish(later)
+        if self._cut:
+            self._gather_down_to(stop.index)
+            if stop.index - 1 == self._next and not self._busy(self.stops[stop.index - 1]) and self.stops[stop.index - 1].unit.regular:
+                self._gather_down_to(stop.index - 1)
+            for group in stop.groups:
+                group.ready()
+
+    def _finish(self, stop: Stop) -> None:
+        """[Note: reverse order] applies to regular units: nothing more comes for this one."""
+        if stop.finished or not stop.unit.regular:
+            return
+        stop.finished = True
+        self._gather_down_to(stop.index)
+        for group in stop.groups:
+            group.finish_backward()
+        self._advance()
+        if self._cut and self.policy.params == "microbatch":
+            self._release(stop)
+
+    def _gather_down_to(self, index: int) -> None:
+        if not self._cut:
+            return
+        while self._next >= index:
+            stop = self.stops[self._next]
+            self._next -= 1
+            if stop.index not in self._gathered:
+                self._gather(stop, "before_backward", tuple(reversed(stop.groups)))
+
+    def _advance(self) -> None:
+        """Issue, in order, the reductions whose gradients are complete."""
+        if self.policy.gradients != "each" and not self._last:
+            return
+        reason = "after_backward" if self.policy.gradients == "each" else "last_backward"
+        while self._reduce_at >= 0 and self.groups[self._reduce_at].complete:
+            group = self.groups[self._reduce_at]
+            self._reduce_at -= 1
+            group.reduce(reason)
+
+    def end_backward(self) -> None:
+        """Catch up on everything this rank skipped."""
+        for stop in reversed(self.stops):
+            self._finish(stop)
+        self._gather_down_to(0)
+        for stop in self.stops:
+            for group in stop.groups:
+                group.finish_backward()
+        self._advance()
+        if self._cut and self.policy.params == "microbatch":
+            for stop in self.stops:
+                self._release(stop)
+        self.phase = "idle"
+
+    def without_data(self, last: bool) -> None:
+        """A microbatch for which this rank has no rows: its part in what the others do."""
+        self.begin_forward()
+        self.end_forward()
+        self.begin_backward(last)
+        self.end_backward()
+
+    def reduce_rest(self) -> None:
+        """Reduce what no `last` backward has: the caller's own loop does not say which is the last."""
+        if self.policy.gradients == "end" and not self._last:
+            for group in reversed(self.groups):
+                group.reduce("last_backward")
+
+    def end_step(self) -> None:
+        self._last = False
+        if self._cut:
+            for stop in self.stops:
+                self._release(stop)
+        for group in self.groups:
+            group.clear()
