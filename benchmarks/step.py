@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -107,7 +108,7 @@ def run_bout(variants: Sequence[str], command: Callable[[str], list[str]], args:
 def _step_seconds(answers: Sequence[Answer]) -> list[float]:
     """A step lasts from when the last rank has ended the one before until the last rank has ended it; one clock serves a machine."""
     ends = [max(moments) for moments in zip(*(answer["clock"] for answer in answers), strict=True)]
-    return [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    return [after - before for before, after in pairwise(ends)]
 
 
 def _losses(answers: Sequence[Answer]) -> list[float]:
@@ -120,17 +121,16 @@ def bouts_of(variants: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> 
         return [list(variants)]
     bouts: list[list[str]] = []
     for peer in PEERS:
-        base = [name for name in variants if name in {"ddp", peer}]
-        members = [name for name in variants if name not in PEERS and (STAGES[name] >= 2) == (peer == "fsdp2")]
-        if peer in variants and not members:
-            members = [peer] if peer != "ddp" else []
-        bout: list[str] = []
-        for name in members:
-            if bout and not fits([*bout, name]):
-                bouts.append(bout)
-                bout = []
-            bout = [*(bout or [n for n in base if n != name]), name]
-        bouts += [bout] if bout else []
+        base = [name for name in variants if name in ("ddp", peer)]
+        for name in variants:
+            if name in PEERS or (STAGES[name] >= 2) != (peer == "fsdp2"):
+                continue
+            if bouts and bouts[-1][: len(base)] == base and fits([*bouts[-1], name]):
+                bouts[-1].append(name)
+            else:
+                bouts.append([*base, name])
+        if peer in variants and not any(peer in bout for bout in bouts):
+            bouts.append(base)
     return bouts
 
 
@@ -152,8 +152,8 @@ def bytes_available() -> int:
 
 def table(rows: Sequence[Row], foretold: Mapping[str, str]) -> str:
     """The rows as a markdown table."""
-    titles = ["", "s a step (quartiles)", "of DDP (range of rounds)", "foretold", "of FSDP2 (range)", "peak private MiB a rank", "peak RSS MiB",
-              f"loss of step {LOSS_STEP}"]  # fmt: skip
+    peaks = ("peak private MiB a rank", "peak RSS MiB a rank")
+    titles = ["", "s a step (quartiles)", "of DDP (rounds)", "foretold", "of FSDP2 (rounds)", *peaks, f"loss of step {LOSS_STEP}"]
     lines = [titles, ["---"] * len(titles)]
     by_name = {row.variant: row for row in rows}
     for row in rows:
@@ -173,6 +173,30 @@ def _ratio(row: Row, peer: Row) -> str:
     return f"{median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
 
 
+def compare(name: str, args: argparse.Namespace, deadline: float) -> tuple[list[list[Row]], str]:
+    """One job: its bouts, and what is to be read of them. Prints as it goes."""
+    job = Job.load(name, mesh=f"dp={args.ranks}")
+    job = job.with_(**{"batch.size": args.rows or job.batch.size}).resolve(args.ranks, "cpu", 0)
+    room = 0.9 * (bytes_available() or sys.maxsize)
+    foretold = FORETOLD.get(name, {}) if (args.ranks, args.precision) == (2, "fp32") else {}
+    program = [sys.executable, str(HERE / "variants.py")]
+    text, found = f"## {name}: {job.batch.size} sequences of {job.batch.seq_len} tokens\n", []
+    for bout in bouts_of(args.variants, lambda some: bytes_needed(some, job, args.ranks) < room):
+        print(f"\n{name}: {', '.join(bout)}", flush=True)
+        rows = run_bout(bout, lambda variant: [*program, variant, name, args.precision, str(job.batch.size)], args, deadline)
+        text += f"\n{table(rows, foretold)}\n"
+        found.append(rows)
+    if not losses_agree(found):
+        text += f"\nThe losses of step {LOSS_STEP} differ.\n"
+    print(f"\n{text}", flush=True)
+    return found, text
+
+
+def losses_agree(bouts: Sequence[Sequence[Row]]) -> bool:
+    """Whether all printed digits are the same; of `compute` they cannot be."""
+    return len({f"{row.loss:.5f}" for rows in bouts for row in rows if row.variant != "compute"}) <= 1
+
+
 def main() -> int:
     args = _arguments()
     signal.alarm(args.limit + 10)
@@ -180,39 +204,23 @@ def main() -> int:
     shown = ["python", "benchmarks/step.py", *sys.argv[1:]]
     machine = {key: value for key, value in environment_facts(shown, "cpu", 0).items() if key not in ("host", "gpus", "threads")}
     about = f"{args.ranks} ranks x 1 thread, gloo on loopback, {args.precision}; {args.rounds} rounds of {args.steps} steps in turn"
-    text = [f"# A training step: {about}", "", _line(machine)]
-    result: dict[str, Any] = {"machine": machine, "about": about, "precision": args.precision, "ranks": args.ranks, "jobs": {}}
-    print("\n".join(text), flush=True)
-    agreed = True
+    text = f"# A training step: {about}\n\n{_line(machine)}\n"
+    print(text, flush=True)
+    jobs: dict[str, list[list[Row]]] = {}
     for name in args.jobs:
-        job = Job.load(name, mesh=f"dp={args.ranks}")
-        job = job.with_(**{"batch.size": args.rows or job.batch.size}).resolve(args.ranks, "cpu", 0)
-        bouts = bouts_of(args.variants, lambda some, job=job: bytes_needed(some, job, args.ranks) < 0.9 * (bytes_available() or sys.maxsize))
-        foretold = FORETOLD.get(name, {}) if (args.ranks, args.precision) == (2, "fp32") else {}
-        result["jobs"][name] = []
-        for bout in bouts:
-            print(f"\n{name}: {', '.join(bout)}", flush=True)
-            program = lambda variant, job=job, name=name: [
-                sys.executable, str(HERE / "variants.py"), variant, name, args.precision, str(job.batch.size)
-            ]  # fmt: skip
-            rows = run_bout(bout, program, args, deadline)
-            part = [f"\n## {name}, {job.batch.size} sequences of {job.batch.seq_len} tokens\n", table(rows, foretold)]
-            told = {f"{row.loss:.5f}" for row in rows if row.variant != "compute"}
-            if len(told) > 1:
-                part.append(f"\nThe losses of step {LOSS_STEP} differ.")
-                agreed &= args.precision != "fp32"
-            print("\n".join(part), flush=True)
-            text += part
-            result["jobs"][name].append([asdict(row) for row in rows])
+        jobs[name], part = compare(name, args, deadline)
+        text += f"\n{part}"
+    found = {name: [list(map(asdict, rows)) for rows in bouts] for name, bouts in jobs.items()}
+    result = {"machine": machine, "about": about, "jobs": found}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    args.out.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
-    return 0 if agreed else 1
+    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    return 0 if args.precision != "fp32" or all(losses_agree(bouts) for bouts in jobs.values()) else 1
 
 
 def _line(machine: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if name in ("torch", "stretto"))
-    return f"`{machine['command']}` on {machine['cpu']}, {machine['cores']} cores; python {machine['python']}, {versions}; {machine['time']}"
+    told = f"python {machine['python']}, torch {machine['versions'].get('torch')}, commit {machine['commit']}; {machine['time']}"
+    return f"`{machine['command']}` on {machine['cpu']}, {machine['cores']} cores; {told}"
 
 
 def _arguments() -> argparse.Namespace:

@@ -17,11 +17,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from memory import MemoryWatch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from memory import MemoryWatch
 from turns import Answer, limit_life, serve
 
 from stretto.anatomy import DECODERS
@@ -91,7 +90,7 @@ def fsdp2(setting: Setting) -> Step:
 
 
 def stretto(stage: int) -> Callable[[Setting], Step]:
-    """The engine at a ZeRO stage."""
+    """The engine at a ZeRO stage, with neither clipping nor schedule, as the plain loops."""
 
     def build(setting: Setting) -> Step:
         job = Job.load(
@@ -100,6 +99,8 @@ def stretto(stage: int) -> Callable[[Setting], Step]:
             zero=stage,
             precision=setting.precision,
             device="cpu",
+            clip=0,
+            schedule="constant",
             **{"batch.size": setting.rows},
         )
         engine = Engine(library.load(job.model.name, seed=job.seed), job)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from stretto.errors import JobError, StrettoError
-from stretto.launch.failure import RankFailed
 
 if TYPE_CHECKING:
     from stretto.job import Job
@@ -58,6 +57,8 @@ def _tell(error: Exception) -> int:
         return tell(error, here, sys.stderr)
     if not isinstance(error, StrettoError):
         raise error
+    from stretto.launch.failure import RankFailed
+
     text = str(error) if isinstance(error, RankFailed) else "; ".join(str(error).splitlines())
     print(f"stretto: {text}", file=sys.stderr)
     return error.exit_code
@@ -221,7 +222,7 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are compared (default 3)")
     parser.add_argument("--blocks", type=int, metavar="N", help="shorten the model to N blocks, where one rank cannot hold it")
     parser.add_argument("--dtype", choices=("fp64", "job"), default="fp64", help="fp64 (default) or the job's own")
-    parser.add_argument("--inject", metavar="FAULT@NAME", help="break it on purpose at the tensor NAME: the check must fail and name it (a wrong FAULT lists all)")
+    parser.add_argument("--inject", metavar="FAULT@NAME", help="break it on purpose: the check must fail and name the tensor")
 
 
 def _check(asked: argparse.Namespace) -> int:

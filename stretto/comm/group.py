@@ -66,6 +66,8 @@ class Group:
         self.ranks = mesh.group(world.rank, *axes)
         self.index = mesh.index(world.rank, *axes)
         self.size = len(self.ranks)
+        #: Whether this group speaks for its copies: it is at 0 along every other axis. What is counted over all ranks it counts once.
+        self.first = all(at == 0 for axis, at in mesh.at(world.rank).items() if axis not in self.axes)
         self._number = sum(1 << AXES.index(axis) for axis in axes)
 
     def all_reduce(self, x: Tensor, *, reason: str, op: str = "sum", lane: str = "reduce") -> Pending:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -85,8 +86,8 @@ class Messages:
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Work:
         """Everybody's slice of x, in place: mine is there already, the others arrive where they belong. x: flat."""
         work = Work()
-        self._exchange(x, bounds, ranks, channel, work)
-        work.finish()
+        self._give(x, bounds, ranks, channel, work)
+        self._in_turn(channel, work, lambda: self._take(x, bounds, ranks, channel, work))
         return work
 
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Work:
@@ -106,7 +107,8 @@ class Messages:
         def both() -> None:
             # A slice of x that I still send cannot be overwritten by its finished sum: its owner sums only what it has received.
             self._sum(own, ranks, index, channel, own, accumulate=False)
-            self._exchange(x, bounds, ranks, channel + 1, work)
+            self._give(x, bounds, ranks, channel + 1, work)
+            self._take(x, bounds, ranks, channel + 1, work)
 
         self._later(channel, work, n, both)
         return work
@@ -116,16 +118,20 @@ class Messages:
         work = Work()
         if source == self.rank:
             work._handles = [self.mail.send(c, rank, channel) for rank in ranks if rank != source for c in x.split(CHUNK)]
+            work.finish()
         else:
-            work._handles = [self.mail.receive(c, source, channel) for c in x.split(CHUNK)]
-        work.finish()
+            self._in_turn(channel, work, lambda: work._handles.extend(self.mail.receive(c, source, channel) for c in x.split(CHUNK)))
         return work
 
-    def _exchange(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, work: Work) -> None:
-        index = list(ranks).index(self.rank)
+    def _give(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, work: Work) -> None:
+        """Send everybody my slice."""
+        mine = _chunks(x, bounds, list(ranks).index(self.rank))
+        work._handles += [self.mail.send(c, rank, channel) for rank in ranks if rank != self.rank for c in mine]
+
+    def _take(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, work: Work) -> None:
+        """Post the receives of everybody's slice."""
         for peer, rank in enumerate(ranks):
-            if peer != index:
-                work._handles += [self.mail.send(c, rank, channel) for c in _chunks(x, bounds, index)]
+            if rank != self.rank:
                 work._handles += [self.mail.receive(c, rank, channel) for c in _chunks(x, bounds, peer)]
 
     def _sum(self, own: Tensor, ranks: Sequence[int], index: int, channel: int, into: Tensor, accumulate: bool) -> None:
@@ -154,6 +160,14 @@ class Messages:
             total = total + part if op == "sum" else torch.maximum(total, part)
         x.copy_(total)
 
+    def _in_turn(self, channel: int, work: Work, post: Callable[[], None]) -> None:
+        """Post receives after those of the channel's earlier collectives: now, or in its lane, which posts those of sums."""
+        if channel in self._lanes:
+            self._lanes[channel].put(post, work)
+        else:
+            post()
+            work.finish()
+
     def _later(self, channel: int, work: Work, ranks: int, job: Callable[[], None]) -> None:
         """Run `job` beside the caller, after the channel's earlier jobs; in place where there is nobody to wait for."""
         if ranks == 1:
@@ -166,27 +180,29 @@ class Messages:
 
 
 class _Lane:
-    """A thread that finishes the collectives of one channel, in the order in which they were issued."""
+    """A thread that finishes the collectives of one channel, in the order in which they were issued. It ends with its owner."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Work]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="stretto-lane").start()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_lane, args=(self._jobs,), daemon=True, name="stretto-lane").start()
+        weakref.finalize(self, self._jobs.put, None)
 
     def put(self, job: Callable[[], None], work: Work) -> None:
         self._jobs.put((job, work))
 
-    def _run(self) -> None:
-        torch.set_num_threads(1)
-        with torch.inference_mode(False), torch.no_grad():
-            while True:
-                job, work = self._jobs.get()
-                try:
-                    job()
-                except BaseException as error:  # handed to whoever waits
-                    work.finish(error)
-                else:
-                    work.finish()
-                del job, work
+
+def _run_lane(jobs: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -> None:
+    torch.set_num_threads(1)
+    with torch.inference_mode(False), torch.no_grad():
+        while (item := jobs.get()) is not None:
+            job, work = item
+            try:
+                job()
+            except BaseException as error:  # handed to whoever waits
+                work.finish(error)
+            else:
+                work.finish()
+            del item, job, work
 
 
 def _chunks(x: Tensor, bounds: Sequence[int], part: int) -> tuple[Tensor, ...]:

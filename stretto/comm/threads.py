@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stretto.comm.messages import Messages
 from stretto.comm.transport import World
-from stretto.errors import PeerLost
+from stretto.errors import Mismatch, PeerLost
 
 T = TypeVar("T")
 #: (source, destination, channel)
@@ -58,7 +58,7 @@ class Office:
             arrival, x = self._boxes.pop((key, number))
         time.sleep(max(arrival - time.monotonic(), 0))
         if x.shape != into.shape or x.dtype != into.dtype:
-            raise RuntimeError(f"rank {key[0]} sent {tuple(x.shape)} {x.dtype}, rank {key[1]} expected {tuple(into.shape)} {into.dtype}")
+            raise Mismatch(f"rank {key[0]} sent {tuple(x.shape)} {x.dtype}, rank {key[1]} expected {tuple(into.shape)} {into.dtype}")
         into.copy_(x)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -175,11 +176,9 @@ def _rendezvous(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: 'gpu[003-006,9],cpu1' -> 'gpu003'."""
-    head, bracket, rest = nodes.partition("[")
-    if not bracket or "," in head:
-        return nodes.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+    """The first host of a Slurm node list: 'gpu[003-006,9],cpu1' -> 'gpu003', 'rack[0-1]node[3-4]' -> 'rack0node3'."""
+    first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes)  # of each range its first number
+    return first.split(",")[0]
 
 
 def _posted(work: Handle | None) -> Handle:

@@ -65,7 +65,7 @@ class Engine:
             raise JobError("rules cut weights over tp, and tensor parallelism is not in this version yet; leave rules out")
         if isinstance(model, library.Loaded):
             loss, forward, initial = loss or model.loss, forward or model.forward, initial or _values(model, job.seed)
-            regular, model = model.regular if regular is None else regular, model.model
+            model = model.model
         self.world = world or World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
         visible = torch.cuda.device_count() if self.world.device.type == "cuda" else 0
         self.job = job = job.resolve(self.world.size, "cuda" if self.world.device.type == "cuda" else "cpu", max(visible, self.world.size))
@@ -81,7 +81,7 @@ class Engine:
             job.recompute,
             job.compile.backend if job.compile.mode == "block" else None,
             tuple(job.zero.keep),
-            tuple(regular or ()),
+            tuple(library.regular_modules(model) if regular is None else regular),
         )
         self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial)
         self.walk = self.parallel.walk
@@ -239,11 +239,9 @@ class Engine:
     def _squared_norm(self) -> Tensor:
         """Sum of squares over my part of the gradient; the parts of all ranks are the whole, once: copies speak only once."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        speaks = all(self.mesh.at(self.world.rank)[axis] == 0 for axis in ("dp_replicate",))
-        if speaks:
-            for group in self.parallel.groups:
-                if group.trainable:
-                    total += torch.linalg.vector_norm(group.my_gradient()).to(torch.float64) ** 2
+        for group in self.parallel.groups:
+            if group.trainable and group.group.first:
+                total += torch.linalg.vector_norm(group.my_gradient()).to(torch.float64) ** 2
         return total
 
     def _after(self) -> float:
@@ -268,18 +266,18 @@ class Engine:
     def _commit(self, factor: float) -> None:
         clip = self.job.clip
         multiplier = self._after() * (min(1.0, clip / (self.now.grad_norm + 1e-6)) if clip else 1.0)
-        for group in self.parallel.groups:
-            if group.trainable and multiplier != 1.0:
+        trainable = [group for group in self.parallel.groups if group.trainable]
+        for group in trainable:
+            if multiplier != 1.0:
                 group.update_gradient().mul_(multiplier)
             group.attach_gradients()
         if self.optimizer is not None:
             for parameters, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
                 parameters["lr"] = base * factor
             self.optimizer.step()
-        for group in self.parallel.groups:
-            if group.trainable:
-                group.publish()
-        for group in self.parallel.groups:
+        for group in trainable:
+            group.publish()
+        for group in trainable:
             group.wait_published()
         self.updates += 1
 

@@ -45,7 +45,12 @@ def train(job: Job | str | Path, out: str | Path | None = None, *, until: int | 
 
 
 def check(
-    model: nn.Module | Task | None, job: Job | str | Path, *, dtype: Literal["fp64", "job"] = "fp64", steps: int = 3, blocks: int | None = None
+    model: nn.Module | Task | None,
+    job: Job | str | Path,
+    *,
+    dtype: Literal["fp64", "job"] = "fp64",
+    steps: int = 3,
+    blocks: int | None = None,
 ) -> Mapping[str, Any]:
     """Hold a job on its mesh against one process, on your own model (or Task) or, with None, the job's; returns what was compared.
 

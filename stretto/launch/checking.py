@@ -55,7 +55,9 @@ def run_check(
     return {name: value for name, value in told[-1].items() if name != "kind"}
 
 
-def check_rank(here: Rank, job: Job, model: nn.Module | Task | None, dtype: Dtype, steps: int, inject: str | None, blocks: int | None) -> None:
+def check_rank(
+    here: Rank, job: Job, model: nn.Module | Task | None, dtype: Dtype, steps: int, inject: str | None, blocks: int | None
+) -> None:
     """One rank's part of a check."""
     here.emit({"kind": "at", "action": "while loading torch"})
     from stretto.comm.transport import World

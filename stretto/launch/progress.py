@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 Event = Mapping[str, Any]
+REDRAW = 0.1  # seconds at least between two pictures of the live line
 
 
 class Progress(Protocol):
@@ -106,7 +107,9 @@ class Live:
         self.total: int | None = None
         console = Console(file=stream, highlight=False)
         texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[words]")]
-        self.bar: Bar = Bar(texts[0], BarColumn(bar_width=24), texts[1], console=console, refresh_per_second=8)
+        # drawn when there is news, not by a thread of its own: the ranks want the cores
+        self.bar: Bar = Bar(texts[0], BarColumn(bar_width=24), texts[1], console=console, auto_refresh=False)
+        self.drawn = 0.0
         self.task = self.bar.add_task("starting", total=None, words="")
 
     def expect(self, steps: int | None) -> None:
@@ -120,12 +123,15 @@ class Live:
         words = [said[name] for name in ("loss", "rate", "memory", "skipped") if name in said]
         words += [f"{duration(left)} left"] if left else []
         described = f"step {step}" + (f"/{self.total}" if self.total else "")
-        self.bar.update(self.task, completed=step, description=described, words="  ".join(words))
+        now = self.clock.now()
+        self.bar.update(self.task, completed=step, description=described, words="  ".join(words), refresh=now - self.drawn > REDRAW)
+        self.drawn = now if now - self.drawn > REDRAW else self.drawn
 
     def note(self, text: str) -> None:
         self.bar.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
+        self.bar.refresh()
         self.bar.stop()
 
 

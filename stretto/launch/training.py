@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from stretto.launch.progress import progress_on
 from stretto.launch.record import Recorder, Trained
 from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, refuse_a_run
 from stretto.launch.worker import Event, Rank
+from stretto.layout.mesh import Mesh
 
 
 class Ready(NamedTuple):
@@ -31,7 +33,7 @@ class Ready(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.job.derived()[0].value
+        return Mesh.parse(self.job.mesh).size
 
     def line(self) -> str:
         """One line on how the batch is shared: what nobody wrote but follows."""
@@ -148,7 +150,9 @@ def _recorded(recorder: Recorder, total: int | None, run: Callable[[], None]) ->
         recorder.finish("interrupted", "ended at once by a second Ctrl-C")
         raise
     except Exception as error:
-        recorder.finish("failed", error.failure.headline if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}")
+        why = error.failure.headline if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):  # a full disk may be what it failed of
+            recorder.finish("failed", why)
         raise
     total = total or recorder.total
     whole = total is None or recorder.step >= total

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     lock = threading.Lock()
 
     def deliver(event: Event) -> None:
-        line = json.dumps(event, default=str).encode() + b"\n"
+        line = json.dumps(event, default=_as_plain).encode() + b"\n"
         with lock:
             write_whole(asked.events, line)
 
@@ -105,6 +105,14 @@ def main(argv: list[str] | None = None) -> int:
             return _report(exception, here, asked.logged)
         deliver({"kind": "finished"})
     return 0
+
+
+def _as_plain(value: Any) -> Any:
+    """A tensor or array of one number as that number, all else as text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _hand_back(result: Any, file: int) -> None:

@@ -153,7 +153,7 @@ def calls(policy: ZeroPolicy, groups: tuple[GroupFacts, ...], microbatches: int,
         if policy.params == "microbatch":
             gathered.clear()
     if replicas > 1 and policy.reduction == "reduce_scatter":
-        for group in reversed(groups):
+        for group in groups:
             if group.trainable:
                 out.append(Call("all_reduce", REPLICATE_AXES, group.elements // shards, "grad", f"replicas {group.name}"))
     if policy.does("after_step", ("all_gather", "param")):

@@ -95,13 +95,14 @@ def _decoder(name: str, weights: str, seed: int, overrides: Mapping[str, object]
     if weights == "pretrained":
         raise JobError(f"model.weights=pretrained: {name} has none; write model.weights=random, or a model hf:FOLDER_OR_ID")
     shape = DECODERS[name].with_(overrides)
+    model = Decoder(shape, device="meta")
     return Loaded(
-        model=Decoder(shape, device="meta"),
+        model=model,
         initial=initial,
         describe=f"{name}: decoder, {_count(Anatomy.of_decoder(shape).parameters())} parameters, seeded random values (seed {seed})",
         vocab=shape.vocab,
         positions=shape.positions or None,
-        regular=("embed", "positions", "norm", "head") if shape.position == "learned" else ("embed", "norm", "head"),
+        regular=regular_modules(model),
     )
 
 
@@ -166,7 +167,7 @@ def _huggingface(spec: str, weights: str, seed: int) -> Loaded:
         describe=f"hf:{spec}: {type(model).__name__}, {_size(model)}, {values}",
         vocab=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
-        regular=_regular(model),
+        regular=regular_modules(model),
     )
 
 
@@ -206,9 +207,14 @@ def _absent(folder: Path) -> list[str]:
     return sorted(name for name in named if not (folder / name).exists())
 
 
-def _regular(model: nn.Module) -> tuple[str, ...]:
-    """What a model says of the order of its parts, by its pipeline plan; () where it says nothing."""
-    config: Any = model.config
+def regular_modules(model: nn.Module) -> tuple[str, ...]:
+    """Modules outside the list of blocks that run exactly once a forward, in order: of our decoder, and of a transformers model
+    by its pipeline plan; () where nothing is known."""
+    if isinstance(model, Decoder):
+        return ("embed", "positions", "norm", "head") if model.positions is not None else ("embed", "norm", "head")
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "model_type") or not hasattr(model, "base_model_prefix"):
+        return ()
     if config.model_type in REGULAR:
         return REGULAR[config.model_type]
     names = {id(module): name for name, module in model.named_modules()}

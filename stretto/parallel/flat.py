@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,12 +60,9 @@ class FlatPlan:
             allowed.add(slot.start)
             if granularity == "row" and len(slot.shape) > 1:
                 row = math.prod(slot.shape[1:])
-                allowed.update(range(slot.start, slot.stop, row))
-        points, bounds = sorted(allowed), [0]
-        for part in range(1, parts):
-            ideal = at * part / parts
-            bounds.append(min((p for p in points if p >= bounds[-1]), key=lambda p: abs(p - ideal)))
-        return FlatPlan(tuple(slots), at, (*bounds, at))
+                allowed.update(range(slot.start, slot.stop, max(row, 1)))
+        points = sorted(allowed)
+        return FlatPlan(tuple(slots), at, tuple(_nearest(points, at * part / parts) for part in range(parts + 1)))
 
     @property
     def elements(self) -> int:
@@ -89,6 +87,12 @@ class FlatPlan:
     def layout(self, slot: Slot, axes: tuple[str, ...]) -> Layout:
         """Where a tensor lies when this buffer is cut along `axes`."""
         return Layout(((),) * len(slot.shape), flat=Flat(axes, slot.start, self.total, self.bounds))
+
+
+def _nearest(points: Sequence[int], ideal: float) -> int:
+    """The point nearest to `ideal`; of two, the lower. points: sorted, reaching from below `ideal` to above."""
+    above = bisect.bisect_left(points, ideal)
+    return min(points[max(above - 1, 0) : above + 1], key=lambda point: abs(point - ideal))
 
 
 def _up(n: int, multiple: int) -> int:

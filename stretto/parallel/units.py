@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-
 #: The unit of parameters that are nowhere known to run once.
 REST = "rest"
 
@@ -42,44 +41,54 @@ def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[st
     """Cut the model's parameters into units, those that are kept first, then in the order in which they run.
 
     regular: names of modules outside the blocks that are known to run exactly once a forward, in order; neighbours share a
-    unit. keep: patterns of module or parameter names whose parameters are to be kept. A parameter that modules of several
-    units share (tied weights, found by identity) is kept.
+    unit. keep: patterns of module or parameter names; all parameters inside are kept. A parameter that several units share
+    (tied weights, a module that stands in several places; found by identity) is kept.
     """
     regions = _regions(model, set(regular))
-    home = {inner: name for name, modules in regions.items() for module in modules for inner in module.modules()}
+    homes = {place: name for name, modules in regions.items() for place in modules}
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}
-    kept: dict[nn.Parameter, None] = {}
-    for prefix, module in model.named_modules():
+    units_of_param: dict[nn.Parameter, set[str]] = {}
+    for place, module in model.named_modules(remove_duplicate=False):
         for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            around = _around(f"{place}.{leaf}" if place else leaf)
+            kept = any(fnmatch.fnmatch(name, pattern) for name in around for pattern in keep)
+            unit = REST if kept else next((homes[name] for name in around if name in homes), REST)
             owners.setdefault(param, []).append(module)
-            name = names.setdefault(param, f"{prefix}.{leaf}" if prefix else leaf)
-            if any(fnmatch.fnmatch(prefix, pattern) or fnmatch.fnmatch(name, pattern) for pattern in keep):
-                kept[param] = None
+            names.setdefault(param, around[0])
+            units_of_param.setdefault(param, set()).add(unit)
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for param, name in names.items():
-        homes = {home.get(owner, REST) for owner in owners[param]}
-        members.setdefault(REST if len(homes) > 1 or param in kept else homes.pop(), []).append((name, param))
+        found = units_of_param[param]
+        members.setdefault(REST if len(found) > 1 else found.pop(), []).append((name, param))
     units = []
     if REST in members:
         users = tuple(dict.fromkeys(owner for _, param in members[REST] for owner in owners[param]))
         units.append(Unit(REST, users, tuple(members[REST]), regular=False))
-    return units + [Unit(name, tuple(modules), tuple(members[name]), regular=True) for name, modules in regions.items() if name in members]
+    return units + [
+        Unit(name, tuple(modules.values()), tuple(members[name]), regular=True) for name, modules in regions.items() if name in members
+    ]
 
 
-def _regions(model: nn.Module, regular: set[str]) -> dict[str, list[nn.Module]]:
-    """Modules that run once a forward, by the name of the first, in the order in which the model holds them: each block one
-    region, and neighbouring regular modules one."""
+def _regions(model: nn.Module, regular: set[str]) -> dict[str, dict[str, nn.Module]]:
+    """Modules that run once a forward, by their own name, by the name of the first: each block one region, and neighbouring
+    regular modules one, in the order in which the model holds them. Names are of places: a shared module has several."""
     prefix, blocks = block_list(model)
-    inside = {f"{prefix}.{i}" for i in range(len(blocks))}
-    regions: dict[str, list[nn.Module]] = {}
-    open_region: list[nn.Module] | None = None
-    for name, module in model.named_modules():
+    inside = {f"{prefix}.{i}" if prefix else str(i) for i in range(len(blocks))}
+    regions: dict[str, dict[str, nn.Module]] = {}
+    open_region: dict[str, nn.Module] | None = None
+    for name, module in model.named_modules(remove_duplicate=False):
         if name in inside:
-            regions[name] = [module]
+            regions[name] = {name: module}
             open_region = None
         elif name in regular:
             if open_region is None:
-                open_region = regions.setdefault(name, [])
-            open_region.append(module)
+                open_region = regions.setdefault(name, {})
+            open_region[name] = module
     return regions
+
+
+def _around(name: str) -> list[str]:
+    """'a.b.c' -> ['a.b.c', 'a.b', 'a']: itself, then the modules that hold it, innermost first."""
+    words = name.split(".")
+    return [".".join(words[:n]) for n in range(len(words), 0, -1)]

@@ -74,12 +74,13 @@ class Walk:
                     module.register_forward_pre_hook(lambda *_: self._before_forward(stop))
             return
         last = stop.unit.modules[-1]
+        cut = {param for _, param in stop.unit.params}  # a module shared with other units has none of these, and may run anywhere
         for module in stop.unit.modules:
             module.register_forward_pre_hook(lambda *_: self._start(stop))
             module.register_forward_hook(lambda m, _, out: self._end(stop, m is last, out), always_call=True)
             if self._cut and watch_inside:
                 for name, inner in module.named_modules():
-                    if inner is not module and next(inner.parameters(recurse=False), None) is not None:
+                    if inner is not module and not cut.isdisjoint(inner.parameters(recurse=False)):
                         inner.register_forward_pre_hook(lambda *_, name=name: self._inside(stop, name))
 
     def _enter_root(self) -> None:

@@ -18,7 +18,8 @@ from stretto.launch.training import check_data, shortened, summary, train
 
 
 def row(step, loss):
-    return {"kind": "step", "step": step, "loss": loss, "tokens": 96, "samples": 12, "grad_norm": 1.0, "lr": 0.1, "seconds": 0.01, "committed": True}
+    steady = {"tokens": 96, "samples": 12, "grad_norm": 1.0, "lr": 0.1, "seconds": 0.01, "committed": True}
+    return {"kind": "step", "step": step, "loss": loss, **steady}
 
 
 def pretend(here, job):
@@ -42,6 +43,8 @@ def fails_at_3(here, job):
     for step in range(1, 9):
         here.emit({"kind": "at", "step": step, "action": "1B0"})
         if here.rank == 1 and step == 3:
+            while (here.board.read(0).step or 0) < 2:  # rank 0 has told a step by then
+                time.sleep(0.01)
             raise ValueError("boom")
         here.emit(row(step, 4.0))
         time.sleep(0.1 if here.rank == 0 else 0)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import JobError
@@ -23,6 +23,7 @@ def some_axes() -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from(AXES), unique=True)
 
 
+@settings(max_examples=40)
 @given(meshes())
 def test_a_rank_is_its_coordinates_read_as_digits(mesh: Mesh) -> None:
     sizes = [size for _, size in mesh.axes]
@@ -31,6 +32,7 @@ def test_a_rank_is_its_coordinates_read_as_digits(mesh: Mesh) -> None:
         assert mesh.rank(**mesh.at(rank)) == rank
 
 
+@settings(max_examples=40)
 @given(meshes(), some_axes(), st.data())
 def test_a_group_is_what_a_slice_of_the_array_of_ranks_holds(mesh: Mesh, axes: list[str], data: st.DataObject) -> None:
     array = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
@@ -42,6 +44,7 @@ def test_a_group_is_what_a_slice_of_the_array_of_ranks_holds(mesh: Mesh, axes: l
     assert mesh.extent(*axes) == len(group)
 
 
+@settings(max_examples=40)
 @given(meshes(), some_axes())
 def test_groups_share_out_all_ranks(mesh: Mesh, axes: list[str]) -> None:
     groups = {mesh.group(rank, *axes) for rank in range(mesh.size)}
@@ -55,12 +58,14 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
     assert mesh.group(5, "dp", "tp") == mesh.group(5, "tp", "dp") == (4, 5, 6, 7)
 
 
+@settings(max_examples=40)
 @given(meshes())
 def test_a_mesh_prints_as_it_is_written(mesh: Mesh) -> None:
     assert Mesh.parse(str(mesh)) == mesh
     assert Mesh.parse(str(mesh).replace(" ", ","), mesh.size) == mesh
 
 
+@settings(max_examples=40)
 @given(meshes(), st.sampled_from(AXES), st.integers(1, 6))
 def test_auto_takes_what_the_other_axes_leave(mesh: Mesh, axis: str, size: int) -> None:
     others = {name: n for name, n in mesh.axes if name != axis}
@@ -78,8 +83,8 @@ def test_every_axis_is_there_and_has_a_meaning() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "words"),
     [
-        ("dq=2", None, ["'dq'", "did you mean dp?"]),
-        ("dq=auto", 2, ["'dq'", "did you mean dp?"]),
+        ("dp_rep=2", None, ["'dp_rep'", "pp dp_replicate dp cp ep tp", "did you mean dp_replicate?"]),
+        ("data=auto", 2, ["'data'"]),
         ("dp=0", None, ["dp=0", "1 or more"]),
         ("dp", None, ["'dp' is not axis=size", 'mesh="dp=2"']),
         ("dp=", None, ["'dp=' is not axis=size"]),

@@ -1,0 +1,23 @@
+"""What all tests share: one thread a rank, and a pool of rank processes that starts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four rank processes that meet over gloo, started at the first use."""
+    with Pool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Ranks share two cores: more threads each would only get in each other's way."""
+    import torch
+
+    torch.set_num_threads(1)

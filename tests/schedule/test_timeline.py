@@ -1,0 +1,108 @@
+"""Timelines, measured by a given clock or foretold from a schedule."""
+
+from __future__ import annotations
+
+import json
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import JobError
+from stretto.schedule.action import KINDS, Action, Schedule
+from stretto.schedule.step import training_step
+from stretto.schedule.timeline import Span, Timeline, simulate
+
+SECONDS = {"F": 1.0, "B": 2.0}
+
+
+def gpipe(stages: int, microbatches: int, messages: bool = False) -> Schedule:
+    """All forwards, then all backwards, of one stage a rank."""
+    orders = []
+    for stage in range(stages):
+        order = []
+        for m in range(microbatches):
+            order += [Action("RECV_F", stage, m)] if messages and stage else []
+            order += [Action("F", stage, m)]
+            order += [Action("SEND_F", stage, m)] if messages and stage < stages - 1 else []
+        for m in range(microbatches):
+            order += [Action("RECV_B", stage, m)] if messages and stage < stages - 1 else []
+            order += [Action("B", stage, m)]
+            order += [Action("SEND_B", stage, m)] if messages and stage else []
+        orders.append(tuple(order))
+    return Schedule("gpipe", stages, microbatches, tuple(range(stages)), tuple(orders))
+
+
+def test_a_span_is_measured_by_the_given_clock_even_if_the_action_fails() -> None:
+    ticks = count(10.0, 0.5)
+    timeline = Timeline(rank=3, now=lambda: next(ticks))
+    with timeline.span(Action("F", 0, 0)):
+        pass
+    with pytest.raises(ZeroDivisionError), timeline.span(Action("B", 0, 0)):
+        1 / 0  # noqa: B018
+    assert timeline.spans == [Span(3, Action("F", 0, 0), 10.0, 10.5), Span(3, Action("B", 0, 0), 11.0, 11.5)]
+    assert timeline.seconds == 1.5
+    assert (timeline.busy(3), timeline.busy(0)) == (1.0, 0.0)
+
+
+def test_an_empty_timeline_takes_no_time() -> None:
+    assert (Timeline().seconds, Timeline().busy(0)) == (0.0, 0.0)
+    assert json.loads(Timeline().chrome_trace())["traceEvents"] == []
+
+
+def test_the_chrome_trace_is_in_microseconds_from_the_first_start() -> None:
+    timeline = Timeline(spans=[Span(0, Action("F", 0, 1), 5.0, 5.25), Span(1, Action("VOTE", 1), 5.5, 6.0)])
+    events = json.loads(timeline.chrome_trace())["traceEvents"]
+    assert [(e["name"], e["cat"], e["tid"], e["ph"], e["ts"], e["dur"]) for e in events] == [
+        ("0F1", "F", 0, "X", 0.0, 250_000.0),
+        ("1VOTE", "VOTE", 1, "X", 500_000.0, 500_000.0),
+    ]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 6), st.data())
+def test_one_stage_takes_the_sum_of_its_actions(microbatches: int, data: st.DataObject) -> None:
+    schedule = training_step(microbatches)
+    seconds = {action: float(data.draw(st.integers(0, 9))) for action in schedule.order[0]}
+    timeline = simulate(schedule, seconds.__getitem__)
+    assert timeline.seconds == timeline.busy(0) == sum(seconds.values())
+    assert [span.action for span in timeline.spans] == list(schedule.order[0])
+
+
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 8), (8, 2)])
+def test_gpipe_takes_three_times_microbatches_and_stages_less_one(stages: int, microbatches: int, messages: bool) -> None:
+    timeline = simulate(gpipe(stages, microbatches, messages), lambda action: SECONDS.get(action.kind, 0.0))
+    assert timeline.seconds == 3 * (microbatches + stages - 1)  # F=1, B=2, messages in no time
+    assert {timeline.busy(rank) for rank in range(stages)} == {3 * microbatches}
+
+
+def test_messages_that_take_time_delay_the_neighbour_and_their_own_rank() -> None:
+    timeline = simulate(gpipe(2, 1, messages=True), lambda action: SECONDS.get(action.kind, 0.25))
+    stops = {str(span.action): span.stop for span in timeline.spans}
+    assert stops == {
+        "0F0": 1.0, "0SEND_F0": 1.25, "1RECV_F0": 1.5, "1F0": 2.5, "1B0": 4.5, "1SEND_B0": 4.75, "0RECV_B0": 5.0, "0B0": 7.0
+    }  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
+def test_every_action_starts_as_soon_as_its_rank_and_its_needs_allow(
+    stages: int, microbatches: int, messages: bool, data: st.DataObject
+) -> None:
+    schedule = gpipe(stages, microbatches, messages)
+    costs = data.draw(st.lists(st.integers(0, 5), min_size=len(KINDS), max_size=len(KINDS)))
+    timeline = simulate(schedule, lambda action: float(costs[KINDS.index(action.kind)]))
+    spans = {span.action: span for span in timeline.spans}
+    for rank, order in enumerate(schedule.order):
+        assert [span.action for span in timeline.spans if span.rank == rank] == list(order)
+        free = {order[0]: 0.0} | {later: spans[earlier].stop for earlier, later in pairwise(order)}
+        for action in order:
+            assert spans[action].start == max([free[action], *(spans[need].stop for need in schedule.needs(action))])
+
+
+def test_a_schedule_that_never_ends_is_not_simulated() -> None:
+    schedule = Schedule("spoilt", 1, 1, (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
+    with pytest.raises(JobError, match="rank 0 waits at 0B0 for 0F0"):
+        simulate(schedule, lambda action: 1.0)
