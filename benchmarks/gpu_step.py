@@ -63,8 +63,9 @@ def plain(job: Job, device: torch.device) -> Step:
     shape = DECODERS[job.model.name]
     master = fill(Decoder(shape), job.seed).to(device)
     work = fill(Decoder(shape), job.seed).to(device, torch.bfloat16)
-    masters, copies = list(master.parameters()), list(work.parameters())
-    optimizer = adamw(masters, job)
+    masters: list[Tensor] = list(master.parameters())
+    copies: list[Tensor] = list(work.parameters())
+    optimizer = adamw(master.parameters(), job)
 
     def step(batch: Batch) -> Tensor:
         loss = mean_loss(work(batch["input_ids"]), batch["shift_labels"])

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from memory import MemoryWatch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from turns import Answer, limit_life, serve
@@ -81,7 +82,7 @@ def fsdp2(setting: Setting) -> Step:
     """fully_shard, a block a unit and the rest in the root; bf16 is its MixedPrecisionPolicy with fp32 reduction."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = low if setting.precision == "bf16" else MixedPrecisionPolicy()
-    mesh = dist.init_device_mesh("cpu", (setting.ranks,))
+    mesh = init_device_mesh("cpu", (setting.ranks,))
     model = _decoder(setting)
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -129,7 +130,7 @@ def _decoder(setting: Setting) -> Decoder:
 def _plain_loop(
     setting: Setting,
     model: nn.Module,
-    parameters: Any,
+    parameters: Iterable[nn.Parameter],
     around: Callable[[], contextlib.AbstractContextManager[None]],
     *,
     autocast: bool = True,
@@ -151,11 +152,10 @@ def _plain_loop(
     return step
 
 
-def adamw(parameters: Any, job: Job) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
     """The job's optimizer as a plain loop makes it: fused, and only tensors of two or more dims decay."""
-    keys, decayed, others = job.optimizer, [], []
-    for parameter in parameters:
-        (decayed if parameter.ndim > 1 else others).append(parameter)
+    keys, given = job.optimizer, list(parameters)
+    decayed, others = [p for p in given if p.ndim > 1], [p for p in given if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": keys.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=keys.lr, betas=keys.betas, eps=keys.eps, fused=True)
 

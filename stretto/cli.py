@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(error: Exception) -> int:
     """Print why it failed, once for all ranks; returns the exit code."""
-    from stretto.launch.place import seat
+    from stretto.comm.environment import seat
 
     here = seat(os.environ)
     if here is not None:

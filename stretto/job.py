@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from stretto.errors import JobError
 from stretto.keys import nearest, read_file, read_value, short, show
 from stretto.layout.mesh import Mesh
-from stretto.limits import check_mesh, check_model, check_precision, check_rows
+from stretto.limits import check_mesh, check_model, check_precision, check_profile, check_rows
 from stretto.refusal import refusal
 from stretto.sections import (
     Batch,
@@ -250,6 +250,7 @@ class Job(Section):
             chosen = "cpu"
         check_mesh(mesh, self.model, self.batch.size, ranks)
         check_rows(self.batch, mesh)
+        check_profile(self.profile, mesh, self.total_steps())
         transport = "nccl" if chosen == "cuda" else "gloo"
         if self.comm.transport == "nccl" and chosen == "cpu":
             raise JobError('comm.transport="nccl" needs GPUs, and the job runs on the CPU; write comm.transport="gloo"')

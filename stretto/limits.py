@@ -6,7 +6,7 @@ from stretto.anatomy import DECODERS, DecoderShape
 from stretto.errors import JobError
 from stretto.keys import show
 from stretto.layout.mesh import Mesh
-from stretto.sections import DTYPE_BYTES, Batch, Model, Precision
+from stretto.sections import DTYPE_BYTES, Batch, Model, Precision, Profile
 
 #: Axes a Job may already name but no engine runs yet.
 LATER = ("pp", "cp", "ep", "tp")
@@ -74,6 +74,18 @@ def check_rows(batch: Batch, mesh: Mesh) -> None:
         raise JobError(
             f"batch.micro_size={batch.micro_size} is more than the {rows} rows of a rank (batch.size={batch.size} over {shards} dp ranks); "
             f"write batch.micro_size={rows} or less, or leave it out"
+        )
+
+
+def check_profile(profile: Profile, mesh: Mesh, steps: int | None) -> None:
+    """The steps to time are steps of the job (numbered from 1; `steps` in all, None: not known yet), on ranks that there are."""
+    outside = [step for step in profile.steps if step < 1 or (steps is not None and step > steps)]
+    if outside:
+        last = "" if steps is None else f" to {steps}"
+        raise JobError(f"profile.steps={show(profile.steps)}: steps are numbered from 1{last}; write profile.steps={show((steps or 1,))}")
+    if profile.steps and max(profile.ranks, default=0) >= mesh.size:
+        raise JobError(
+            f'profile.ranks={show(profile.ranks)}: mesh="{mesh}" has ranks 0 to {mesh.size - 1}; write profile.ranks={show((mesh.size - 1,))}'
         )
 
 

@@ -21,8 +21,8 @@ from stretto.errors import PeerLost
 CHUNK = 1 << 18
 #: Messages of one peer that may be under way to a buffer of ours.
 WINDOW = 3
-#: Below this many elements an all-reduce sends everything to everybody: one round instead of two.
-SMALL = 1 << 12
+#: Up to this many elements, those of all ranks together, an all-reduce sends everything to everybody: one round instead of two.
+SMALL = 1 << 10
 
 
 class Handle(Protocol):
@@ -93,7 +93,7 @@ class Messages:
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Work:
         """Everybody's x, added (or the largest), in place and bit for bit the same on all ranks. x: flat."""
         work, n, index = Work(), len(ranks), list(ranks).index(self.rank)
-        if x.numel() <= SMALL or op != "sum":
+        if x.numel() * n <= SMALL or op != "sum":
             mine = x.clone()  # x is overwritten while slower peers may still be served
             work._handles = [self.mail.send(mine, rank, channel) for rank in ranks if rank != self.rank]
             self._later(channel, work, n, lambda: self._combine(x, mine, ranks, channel, op))

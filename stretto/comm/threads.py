@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from stretto.comm.messages import Messages
 from stretto.comm.transport import World
@@ -100,10 +101,11 @@ def run_threads(fn: Callable[[World], T], ranks: int, *, delay: float = 0.0, off
     office = office or Office(delay=delay)
     results: list[T | None] = [None] * ranks
     errors: list[BaseException] = []
+    store = HashStore()
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
-        world = World(rank, ranks, rank, torch.device("cpu"), Messages(ThreadMail(office, rank), rank))
+        world = World(rank, ranks, rank, torch.device("cpu"), Messages(ThreadMail(office, rank), rank), store)
         try:
             results[rank] = fn(world)
         except BaseException as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
@@ -12,8 +11,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from stretto.comm.environment import Seat, meeting_point, seat
 from stretto.comm.messages import Handle, Messages
 from stretto.errors import JobError, PeerLost
 
@@ -46,18 +46,23 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, seen from one of them."""
+    """All ranks of the job, seen from one of them.
+
+    store: names and values that all of them see. made_group: whether torch's process group is this world's own to end.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     transport: Transport
+    store: Store
+    made_group: bool = False
 
     @staticmethod
     def alone(device: str = "auto") -> World:
         """One rank, no peers."""
-        return World(0, 1, 0, _device(device, 0), Messages(_NoMail(), 0))
+        return World(0, 1, 0, _device(device, 0), Messages(_NoMail(), 0), HashStore())
 
     @staticmethod
     def from_environment(
@@ -66,42 +71,45 @@ class World:
         """Join the ranks that torchrun's variables (else those of an `srun` step of several tasks) describe; else be one rank.
 
         Seconds: init_timeout for all ranks to appear, step_timeout for any one message. A process group that the caller has
-        made already is used as it is. Raises PeerLost if the ranks do not meet in time.
+        made already is used as it is, and stays. Raises PeerLost if the ranks do not meet in time.
         """
-        place = environment_rank(os.environ)
-        if place is None and not dist.is_initialized():
+        here, given = seat(os.environ), dist.is_initialized()
+        if given:
+            here = Seat(dist.get_rank(), dist.get_world_size(), here.local_rank if here else dist.get_rank())
+        if here is None or (here.ranks == 1 and not given):
             return World.alone(device)
-        if dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
-            local_rank = place[2] if place else rank
-        else:
-            assert place is not None
-            rank, size, local_rank = place
-        if size == 1 and not dist.is_initialized():
-            return World.alone(device)
+        rank, size, local_rank = here
         where = _device(device, local_rank)
         kind = transport if transport != "auto" else ("nccl" if where.type == "cuda" else "gloo")
         if kind == "nccl" and where.type != "cuda":
             raise JobError("comm.transport=nccl needs GPUs and device=cuda; write comm.transport=gloo for ranks on CPUs")
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        if not dist.is_initialized():
-            _meet(kind, rank, size, init_timeout, step_timeout)
+        # torch hands out the store of a group that somebody else made in no other way
+        store = dist.distributed_c10d._get_default_store() if given else _meet(kind, rank, size, init_timeout, step_timeout)
+        store = PrefixStore("stretto/world", store)
         if kind == "nccl":
             from stretto.comm.native import Native
 
-            return World(rank, size, local_rank, where, Native(rank, step_timeout))
-        return World(rank, size, local_rank, where, Messages(GlooMail(), rank))
+            return World(rank, size, local_rank, where, Native(rank, step_timeout), store, not given)
+        return World(rank, size, local_rank, where, Messages(GlooMail(), rank), store, not given)
+
+    def first(self, name: str) -> bool:
+        """Whether no rank has asked for `name` before: of all callers exactly one gets True. Not collective.
+
+        Raises RuntimeError if the rank that keeps the store is gone.
+        """
+        return bool(self.store.add(name, 1) == 1)
 
     def limited(self, size: int) -> World:
         """The first `size` ranks as a world of their own; only they may use it."""
         if self.rank >= size:
             raise ValueError(f"rank {self.rank} is not among the first {size}")
-        return replace(self, size=size)
+        return replace(self, size=size, made_group=False)
 
     def close(self) -> None:
-        """Leave the process group, if this world made one."""
-        if dist.is_initialized():
+        """Leave the process group, if this world made it."""
+        if self.made_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -127,21 +135,9 @@ class _NoMail:
         raise PeerLost(f"there is no rank {source}: this world has one rank")
 
 
-def environment_rank(environment: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """(rank, size, local rank) from torchrun's variables, else from an srun step of several tasks, else None."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment.get("LOCAL_RANK", environment["RANK"]))
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return (
-            int(environment["SLURM_PROCID"]),
-            int(environment["SLURM_NTASKS"]),
-            int(environment.get("SLURM_LOCALID", environment["SLURM_PROCID"])),
-        )
-    return None
-
-
-def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: float) -> None:
-    host, port = _rendezvous(os.environ)
+def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: float) -> Store:
+    """Make the process group; returns the store in which the ranks met."""
+    host, port = meeting_point(os.environ)
     listen = os.environ.get("STRETTO_LISTEN_FD") if rank == 0 else None
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -153,32 +149,12 @@ def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: fl
             timeout=timedelta(seconds=init_timeout),
             master_listen_fd=int(listen) if listen else None,
         )
-        prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        dist.init_process_group(
-            kind,
-            store=PrefixStore(f"stretto/{prefix}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=step_timeout),
-        )
+        # an agent keeps one store through restarts: each start has names of its own
+        started = PrefixStore(f"stretto/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(kind, store=started, rank=rank, world_size=size, timeout=timedelta(seconds=step_timeout))
+        return started
     except (dist.DistError, RuntimeError) as error:
         raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
-
-
-def _rendezvous(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port of rank 0: MASTER_ADDR and MASTER_PORT, else the first node of the Slurm job and a port made from its number."""
-    if "MASTER_ADDR" in environment:
-        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", "29500"))
-    if "SLURM_JOB_ID" in environment:
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        return first_node(nodes), 20000 + int(environment["SLURM_JOB_ID"]) % 20000
-    raise JobError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it to rank 0's address, or start with torchrun")
-
-
-def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: 'gpu[003-006,9],cpu1' -> 'gpu003', 'rack[0-1]node[3-4]' -> 'rack0node3'."""
-    first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes)  # of each range its first number
-    return first.split(",")[0]
 
 
 def _posted(work: Handle | None) -> Handle:
@@ -192,6 +168,8 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise JobError(f"local rank {local_rank} has no GPU of its own: {count} are visible; start at most {count} ranks here, or write device=cpu")
+            raise JobError(
+                f"local rank {local_rank} has no GPU of its own: {count} are visible; start at most {count} ranks here, or write device=cpu"
+            )
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from stretto.comm.group import Group, Ledger
 from stretto.comm.transport import World
 from stretto.data.batch import Batch, count_targets, prepare_labels
+from stretto.data.loader import Loader
 from stretto.engine.evaluation import Metrics, evaluate
+from stretto.engine.look import bytes_held, whole_tensors
 from stretto.engine.loss import Forward, Loss, call_model, next_token_loss
 from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
 from stretto.engine.precision import LossScale
-from stretto.engine.look import bytes_held, whole_tensors
 from stretto.engine.runner import Culprit, StepReport
 from stretto.engine.underway import Underway
 from stretto.errors import JobError, NonFinite
@@ -32,7 +33,6 @@ from stretto.parallel.precision import Precision
 from stretto.parallel.sharded import Fill
 from stretto.schedule.action import Action, Schedule
 from stretto.schedule.step import training_step
-from stretto.schedule.timeline import Timeline
 
 #: The axes along which rows of a batch are shared.
 ROW_AXES = ("dp_replicate", "dp")
@@ -101,6 +101,7 @@ class Engine:
         self.watch: Callable[[int, str], None] = lambda step, action: None
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stopping = False
+        self.loaders: list[Loader] = []
         self._trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self._schedules: dict[int, Schedule] = {}
         self._served_local = False
@@ -111,7 +112,7 @@ class Engine:
             "VOTE": self._vote,
             "UPDATE": self._update,
         }
-        self.now = Underway(self.world.device)
+        self.now = Underway(self.world.device, self.world.rank)
         self.ledger.take()
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class Engine:
 
     def _begin(self, batch: Mapping[str, Any] | Batch | None, local: bool) -> Schedule:
         """This rank's microbatches, and the number of targets of the whole step where it can be known before."""
-        self.now = Underway(self.world.device)
+        self.now = Underway(self.world.device, self.world.rank)
         self._check_trainable()
         if batch is None:
             if not local:
@@ -178,11 +179,12 @@ class Engine:
 
     def _backward(self, action: Action) -> None:
         last = action.microbatch == len(self.now.microbatches) - 1
+        multiplier = self._multiplier()  # on a rank without rows too: every rank's update makes up for the same number
         if self.now.loss is None:
             self.walk.without_data(last)
         else:
             loss, self.now.loss = self.now.loss, None
-            self._run_backward(loss * self._multiplier(), last)
+            self._run_backward(loss * multiplier, last)
         self.memory.look()
 
     def _run_backward(self, loss: Tensor, last: bool) -> None:
@@ -337,12 +339,24 @@ class Engine:
             with self.now.timeline.span(action):
                 self.do[action.kind](action)
         report = self._report()
-        self.now = Underway(self.world.device)
+        self.now = Underway(self.world.device, self.world.rank)
         return report
 
     def evaluate(self, batches: Iterable[Mapping[str, Any] | Batch], metrics: Metrics | None = None, local: bool = False) -> dict[str, float]:
         """{"loss": ...} and the means of `metrics(output, batch) -> {name: (sum, count)}` over real samples. Collective."""
         return evaluate(self, batches, metrics, local)
+
+    def loader(
+        self, dataset: Any, collate_fn: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None, num_workers: int = 0
+    ) -> Loader:
+        """A torch DataLoader over a dataset of one's own (the same on every rank) that gives this rank's rows of batch.size samples
+        a step, for `step` and `evaluate` as they are. One pass over it is an epoch, shuffled by data.seed: each sample once, the
+        last batch smaller. Where it stands belongs to the engine's state: `loaders` has them in the order they were made."""
+        seed = self.job.seed if self.job.data.seed is None else self.job.data.seed
+        size, parts, index = self.job.batch.size, self.rows.size, self.rows.index
+        made = Loader(dataset, size=size, seed=seed, parts=parts, index=index, collate_fn=collate_fn, num_workers=num_workers)
+        self.loaders.append(made)
+        return made
 
     # -- looking inside --------------------------------------------------------------------------------------------
 
@@ -370,7 +384,7 @@ class Engine:
     def close(self) -> None:
         """This rank has no more steps. After local steps it goes on to take part in those of ranks that have, with weight zero."""
         while self._served_local:
-            self.now = Underway(self.world.device)
+            self.now = Underway(self.world.device, self.world.rank)
             self._roll_call(None, closing=True)
             assert self.now.roll_work is not None
             self.now.roll_work.wait()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 from stretto.comm.transport import World
+from stretto.data.batch import Batch
 from stretto.data.feed import Feed
-from stretto.data.source import Source, Tokens, open_source
+from stretto.data.source import Part, Source, Tokens, open_source
 from stretto.data.text import bigram_entropy
 from stretto.engine.engine import Engine
+from stretto.engine.profile import Profile
 from stretto.engine.runner import StepReport
 from stretto.engine.sample import write
 from stretto.errors import JobError
@@ -23,65 +26,72 @@ ENTROPY_TOKENS, TEXT_TOKENS, PROMPT = 1 << 24, 160, 12
 
 
 def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
-    """Run a resolved job on this rank. Collective. emit gets plain dicts under a "kind": start, step, eval, text, entropy, done.
+    """Run a resolved job on this rank. Collective. emit gets plain dicts under a "kind": at, start, entropy, text, step, note, eval,
+    timeline, done.
 
     stop: asked at every step; ranks end together, after the step in which the first of them was asked.
     """
-    keys = job.model
-    overrides = keys.model_dump(exclude={"name", "weights"}, exclude_none=True)
-    loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
-    feed, source = _feed(job, loaded)
-    job = _with_length(job, feed)
-    evaluation = _evaluation_feed(job, loaded)
-    with Engine(loaded, job, world) as engine:
+    loaded = _load(job)
+    with ExitStack() as opened:
+        source = _open(job, loaded, job.data.source, "learn")
+        feed = opened.enter_context(closing(_feed(job, source)))
+        job = _with_length(job, feed)
+        held_out = _evaluation_feed(job, loaded)
+        if held_out is not None:
+            opened.enter_context(closing(held_out))
+        engine = opened.enter_context(Engine(loaded, job, world))
         engine.watch = lambda step, action: emit({"kind": "at", "step": step + 1, "action": action})
         engine.asked_to_stop = stop
-        total = job.total_steps() or 1
-        emit({"kind": "start", "steps": total, "lines": [loaded.describe, *([source.describe] if source else []), _where(engine)]})
+        profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks), world.rank)
+        emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world)]})
         prompt = _prompt(source, loaded, job)
         if prompt and isinstance(source, Tokens):
             emit({"kind": "entropy", "nats": bigram_entropy(source.stream.read(0, min(len(source.stream), ENTROPY_TOKENS)).tolist())})
             emit(_text("before", engine, prompt))
-        losses: list[float] = []
-        tokens, started = 0, time.perf_counter()
-        for batch, data_seconds in _timed(feed, total, engine):
-            report = engine.step(batch)
-            losses.append(report.loss)
-            tokens += report.tokens
-            emit(_row(report, data_seconds))
-            done = report.step + 1
-            if evaluation is not None and job.eval.every and (done % job.eval.every == 0 or done == total):
-                emit({"kind": "eval", "step": done, "eval_loss": engine.evaluate(evaluation.walk())["loss"]})
-            if engine.stopping:
-                break
-        seconds = time.perf_counter() - started
-        if prompt:
+        rows = _steps(engine, feed, held_out, profile, emit)
+        if prompt and not engine.stopping:
             emit(_text("after", engine, prompt))
-        peaks = engine.everybody.objects(engine.memory.look(), reason="peak memory")
-        emit(
-            {
-                "kind": "done",
-                "steps": engine.steps,
-                "final_loss": losses[-1] if losses else None,
-                "losses": losses,
-                "tokens_per_second": tokens / seconds,
-                "peak_bytes": peaks,
-            }
-        )
-    for used in (feed, evaluation):
-        if used is not None:
-            used.close()
+        trace = profile.trace(engine.everybody)
+        if trace is not None:
+            emit({"kind": "timeline", "trace": trace})
+        emit(_done(rows, engine.everybody.objects(engine.memory.look(), reason="peak memory")))
 
 
-def _feed(job: Job, loaded: library.Loaded) -> tuple[Feed, Source | None]:
-    source = _open(job, loaded, job.data.source, "learn")
-    seed = job.seed if job.data.seed is None else job.data.seed
-    return Feed(source, size=job.batch.size, seed=seed, epochs=job.epochs), source
+def _steps(engine: Engine, feed: Feed, held_out: Feed | None, profile: Profile, emit: Emit) -> list[dict[str, Any]]:
+    """The steps, and the evaluations between them; returns the row of each step. Ends early if a rank was asked to stop."""
+    rows: list[dict[str, Any]] = []
+    total, every = engine.job.steps or 1, engine.job.eval.every
+    for batch, data_seconds in _timed(feed, total, engine, emit):
+        report = engine.step(batch)
+        rows.append(_row(report, data_seconds))
+        emit(rows[-1])
+        profile.keep(report)
+        done = report.step + 1
+        if len(rows) == 1:  # only now the optimizer has its moments
+            emit({"kind": "note", "text": _held(engine)})
+        if held_out is not None and (done % every == 0 or done == total):
+            emit({"kind": "at", "step": done, "action": "evaluating"})
+            batches = held_out.walk(0, engine.rows.size, engine.rows.index)
+            emit({"kind": "eval", "step": done, "eval_loss": engine.evaluate(batches)["loss"]})
+        if engine.stopping:
+            break
+    return rows
 
 
-def _open(job: Job, loaded: library.Loaded, spec: str, part: Any) -> Source:
+def _load(job: Job) -> library.Loaded:
+    keys = job.model
+    overrides = keys.model_dump(exclude={"name", "weights"}, exclude_none=True)
+    return library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
+
+
+def _feed(job: Job, source: Source) -> Feed:
+    return Feed(source, size=job.batch.size, seed=job.seed if job.data.seed is None else job.data.seed, epochs=job.epochs)
+
+
+def _open(job: Job, loaded: library.Loaded, spec: str, part: Part) -> Source:
     if loaded.positions is not None and job.batch.seq_len > loaded.positions:
-        raise JobError(f"batch.seq_len={job.batch.seq_len}, but the model has {loaded.positions} positions; write batch.seq_len={loaded.positions} or less")
+        at_most = f"the model has {loaded.positions} positions; write batch.seq_len={loaded.positions} or less"
+        raise JobError(f"batch.seq_len={job.batch.seq_len}, but {at_most}")
     return open_source(
         spec,
         seq_len=job.batch.seq_len,
@@ -98,7 +108,11 @@ def _with_length(job: Job, feed: Feed) -> Job:
     """The job with its length in steps, whichever way it was given, so that the schedule is laid over all of it."""
     if job.tokens is not None:
         return job.with_(steps=feed.steps_of_tokens(job.tokens))
-    return job.with_(steps=feed.steps) if job.epochs is not None and feed.steps else job
+    if job.epochs is None:
+        return job
+    if not feed.steps:
+        raise JobError(f"epochs={job.epochs} of {feed.source.total} samples is less than one of them; write epochs=1")
+    return job.with_(steps=feed.steps)
 
 
 def _evaluation_feed(job: Job, loaded: library.Loaded) -> Feed | None:
@@ -108,9 +122,10 @@ def _evaluation_feed(job: Job, loaded: library.Loaded) -> Feed | None:
     return Feed.evaluation(source, size=job.batch.size, batches=job.eval.batches)
 
 
-def _timed(feed: Feed, steps: int, engine: Engine) -> Iterator[tuple[Any, float]]:
+def _timed(feed: Feed, steps: int, engine: Engine, emit: Emit) -> Iterator[tuple[Batch, float]]:
     """This rank's rows of each step, and how long it waited for them."""
     for step in range(steps):
+        emit({"kind": "at", "step": step + 1, "action": "reading data"})
         started = time.perf_counter()
         batch = feed.rows(step, engine.rows.size, engine.rows.index)
         yield batch, time.perf_counter() - started
@@ -134,7 +149,21 @@ def _row(report: StepReport, data_seconds: float) -> dict[str, Any]:
     }
 
 
-def _prompt(source: Source | None, loaded: library.Loaded, job: Job) -> list[int]:
+def _done(rows: list[dict[str, Any]], peak_bytes: list[int]) -> dict[str, Any]:
+    """What the whole run came to; its speed is that of its steps, data included and evaluations not."""
+    losses = [row["loss"] for row in rows]
+    seconds = sum(row["seconds"] + row["data_seconds"] for row in rows)
+    return {
+        "kind": "done",
+        "steps": len(rows),
+        "final_loss": losses[-1] if losses else None,
+        "losses": losses,
+        "tokens_per_second": sum(row["tokens"] for row in rows) / max(seconds, 1e-9),
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _prompt(source: Source, loaded: library.Loaded, job: Job) -> list[int]:
     """The first bytes of the text, where tokens are bytes that a reader can read; else nothing."""
     readable = isinstance(source, Tokens) and job.data.tokenizer is None and job.data.source.partition(":")[0] in ("topics", "text")
     return source.stream.read(0, PROMPT).tolist() if readable and isinstance(source, Tokens) and loaded.vocab == 256 else []
@@ -145,7 +174,12 @@ def _text(when: str, engine: Engine, prompt: list[int]) -> dict[str, Any]:
     return {"kind": "text", "when": when, "text": bytes(tokens).decode("utf-8", "replace")}
 
 
-def _where(engine: Engine) -> str:
-    held = {kind: f"{size / 2**20:.1f}" for kind, size in engine.bytes_held().items()}
-    kinds = ", ".join(f"{kind} {size}" for kind, size in held.items())
-    return f"{engine.world.size} ranks over {engine.world.transport.name} on {engine.world.device.type}; MiB a rank: {kinds}"
+def _where(world: World) -> str:
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.transport.name}"
+    return f"{ranks} on {world.device.type}"
+
+
+def _held(engine: Engine) -> str:
+    """What a rank holds between steps, by kind."""
+    kinds = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in engine.bytes_held().items())
+    return f"MiB that rank {engine.world.rank} holds: {kinds}"

@@ -25,8 +25,9 @@ class Underway:
     """
 
     device: torch.device
+    rank: int
     started: float = field(default_factory=time.perf_counter)
-    timeline: Timeline = field(default_factory=Timeline)
+    timeline: Timeline = field(init=False)
     microbatches: Sequence[Batch | None] = ()
     loss: Tensor | None = None
     expected: int | None = None
@@ -44,5 +45,6 @@ class Underway:
     culprits: tuple[Culprit, ...] = ()
 
     def __post_init__(self) -> None:
+        self.timeline = Timeline(self.rank)
         self.roll = torch.zeros(2, dtype=torch.float64, device=self.device)  # targets, ranks that have come to their end
         self.sums = torch.zeros(5, dtype=torch.float64, device=self.device)  # loss, count, rows, squared norm, wish to stop

@@ -65,6 +65,7 @@ def check_rank(
 
     here.emit({"kind": "at", "action": "while joining the other ranks"})
     world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
+    here.first = world.first
     here.emit({"kind": "at", "action": "while building the model"})
     own = {"model": model} if model is not None else {}
     engine_check.run(job, world, here.emit, dtype=dtype, steps=steps, inject=inject, blocks=blocks, **own)

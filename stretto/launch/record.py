@@ -55,6 +55,7 @@ class Recorder:
             "text": self._text,
             "entropy": self._entropy,
             "note": self._note,
+            "timeline": self._timeline,
             "stop": self._stop,
             "done": self._done,
         }
@@ -98,6 +99,10 @@ class Recorder:
 
     def _note(self, event: Event) -> None:
         self.progress.note(event["text"])
+
+    def _timeline(self, event: Event) -> None:
+        self.folder.write("timeline.json", event["trace"])
+        self.progress.note(f"timeline of the steps of profile.steps: {self.folder.path / 'timeline.json'}")
 
     def _stop(self, event: Event) -> None:
         self.stop_asked = event["signal"]

@@ -80,8 +80,8 @@ class RunFolder:
         try:
             (path / "logs").mkdir(parents=True, exist_ok=True)
             folder = cls(path, made)
-            folder._write("job.toml", job)
-            folder._write("environment.json", json_text(environment, indent=2) + "\n")
+            folder.write("job.toml", job)
+            folder.write("environment.json", json_text(environment, indent=2) + "\n")
             folder.set_status("running", 0, "", mesh=mesh)
         except OSError as error:
             _remove(path, made)
@@ -97,7 +97,7 @@ class RunFolder:
 
     def set_status(self, status: Status, step: int, why: str, **more: Any) -> None:
         """Replace status.json as a whole: a reader never finds half of it."""
-        self._write("status.json", json_text({"status": status, "step": step, "why": why, "time": time.time(), **more}, indent=2) + "\n")
+        self.write("status.json", json_text({"status": status, "step": step, "why": why, "time": time.time(), **more}, indent=2) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
@@ -107,7 +107,8 @@ class RunFolder:
         self.close()
         _remove(self.path, self._made)
 
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """A file of the folder, there whole or not at all."""
         new = self.path / f".{name}.new"
         new.write_text(text, encoding="utf-8")
         os.replace(new, self.path / name)

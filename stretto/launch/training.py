@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from stretto.anatomy import DECODERS
+from stretto.comm.environment import Seat, seat
 from stretto.draw.curve import text_curve
 from stretto.draw.numbers import bytes_, count, measure
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.launch.failure import RankFailed
-from stretto.launch.place import Devices, Seat, devices, seat
+from stretto.launch.devices import Devices, devices
 from stretto.launch.progress import progress_on
 from stretto.launch.record import Recorder, Trained
 from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, refuse_a_run
@@ -87,7 +88,8 @@ def shortened(job: Job, until: int | None) -> Job:
         raise JobError(f"--until {until} needs to know how many steps there are, and epochs={job.epochs} does not say; write steps=N")
     if until >= total:
         return job
-    return job.with_(steps=until, **{"schedule.steps": job.schedule.steps or total})
+    timed = [step for step in job.profile.steps if step <= until]
+    return job.with_(steps=until, **{"schedule.steps": job.schedule.steps or total, "profile.steps": timed})
 
 
 def check_data(job: Job) -> None:
@@ -133,6 +135,7 @@ def train_rank(here: Rank, job: Job) -> None:
 
     here.emit({"kind": "at", "action": "while joining the other ranks"})
     world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
+    here.first = world.first
     here.emit({"kind": "at", "action": "while building the model"})
     fit(job, world, here.emit, here.stop)
     world.close()  # not after an error: it would wait for ranks that are gone

@@ -39,6 +39,7 @@ class Rank:
     ranks: int
     board: Board
     deliver: Callable[[Event], None]
+    first: Callable[[str], bool] | None = None  # World.first, once the ranks have met
     signalled: bool = False
     heard: float = 0.0  # when the last signal came, seconds of a monotonic clock
 

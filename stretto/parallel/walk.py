@@ -216,8 +216,9 @@ class Walk:
             self._finish(later)
         if self._cut:
             self._gather_down_to(stop.index)
-            if stop.index - 1 == self._next and not self._busy(self.stops[stop.index - 1]) and self.stops[stop.index - 1].unit.regular:
-                self._gather_down_to(stop.index - 1)
+            ahead = self.stops[stop.index - 1] if stop.index > 0 else None
+            if ahead is not None and ahead.unit.regular and ahead.index == self._next and not self._busy(ahead):
+                self._gather_down_to(ahead.index)
             for group in stop.groups:
                 group.ready()
 

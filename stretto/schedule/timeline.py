@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,22 +46,28 @@ class Timeline:
         """Seconds in which `rank` ran an action."""
         return sum(s.stop - s.start for s in self.spans if s.rank == rank)
 
-    def chrome_trace(self) -> str:
-        """JSON in Chrome's trace format (complete events, microseconds), which Perfetto opens."""
-        origin = min((s.start for s in self.spans), default=0.0)
-        events = [
-            {
-                "name": str(s.action),
-                "cat": s.action.kind,
-                "ph": "X",
-                "pid": 0,
-                "tid": s.rank,
-                "ts": (s.start - origin) * 1e6,
-                "dur": (s.stop - s.start) * 1e6,
-            }
-            for s in self.spans
-        ]
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+def chrome_trace(steps: Mapping[int, Timeline]) -> str:
+    """JSON in Chrome's trace format, which Perfetto opens: a row a rank, on it each step (by its number) and below it its actions.
+
+    Complete events, in microseconds from the first start of all.
+    """
+    origin = min((span.start for timeline in steps.values() for span in timeline.spans), default=0.0)
+    ranks = sorted({span.rank for timeline in steps.values() for span in timeline.spans})
+    events: list[dict[str, object]] = [{"name": "thread_name", "ph": "M", "pid": 0, "tid": r, "args": {"name": f"rank {r}"}} for r in ranks]
+    for step, timeline in sorted(steps.items()):
+        for rank in ranks:
+            mine = [span for span in timeline.spans if span.rank == rank]
+            if mine:
+                whole = min(span.start for span in mine), max(span.stop for span in mine)
+                events.append(_complete(f"step {step}", "step", rank, *whole, origin))
+                events += [_complete(str(s.action), s.action.kind, rank, s.start, s.stop, origin) for s in mine]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _complete(name: str, category: str, rank: int, start: float, stop: float, origin: float) -> dict[str, object]:
+    times = {"ts": (start - origin) * 1e6, "dur": (stop - start) * 1e6}
+    return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": rank, **times}
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:

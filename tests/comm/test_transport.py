@@ -1,13 +1,15 @@
-"""Who am I among the ranks: read from the environment of torchrun, of srun, or of nobody."""
+"""The ranks of a job: joined as a launcher's environment says, and left again."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stretto.comm.threads import run_threads
-from stretto.comm.transport import World, environment_rank, first_node
+from stretto.comm.transport import World
 from stretto.errors import JobError, PeerLost
+from stretto.launch.local import launch
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "STRETTO_LISTEN_FD", "TORCHELASTIC_USE_AGENT_STORE")
 SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST")
@@ -22,47 +24,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        ({}, None),
-        (TORCHRUN, (5, 8, 1)),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 8, 5)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0)),
-        ({"RANK": "5"}, None),
-        ({"WORLD_SIZE": "8"}, None),
-        (SRUN, (3, 4, 1)),
-        ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, (3, 4, 3)),
-        (TORCHRUN | SRUN, (5, 8, 1)),  # torchrun under srun: the inner launcher counts
-        (SRUN | {"SLURM_NTASKS": "1"}, None),  # one task is one rank, or the shell of an allocation
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, None),  # a batch script: the tasks come with its srun
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-    ],
-)
-def test_the_environment_says_rank_size_and_local_rank(environment: dict[str, str], place: tuple[int, int, int] | None) -> None:
-    assert environment_rank(environment) == place
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("cpu1", "cpu1"),
-        ("cpu1,cpu2", "cpu1"),
-        ("gpu[003-006,9],cpu1", "gpu003"),
-        ("gpu[7,9]", "gpu7"),
-        ("cpu1,gpu[003-006]", "cpu1"),
-        ("node-a,node-b", "node-a"),
-        ("rack-2-gpu[1-2]", "rack-2-gpu1"),
-        ("gpu[1-2]-ib", "gpu1-ib"),
-        ("rack[0-1]node[3-4]", "rack0node3"),
-        ("127.0.0.1", "127.0.0.1"),
-    ],
-)
-def test_the_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
 
 
 def test_without_a_launcher_there_is_one_rank(bare: pytest.MonkeyPatch) -> None:
@@ -130,3 +91,43 @@ def test_the_first_ranks_can_be_a_world_of_their_own() -> None:
         return float(x[0])
 
     assert run_threads(rank, 3) == [2.0, 2.0, 0.0]
+
+
+def test_of_all_ranks_that_ask_for_a_name_one_is_first() -> None:
+    def rank(world: World) -> list[bool]:
+        return [world.first("a"), world.first("b"), world.first("a")]
+
+    results = run_threads(rank, 3)
+    assert [sum(answers) for answers in zip(*results, strict=True)] == [1, 1, 0]
+    alone = World.alone("cpu")
+    assert [alone.first("a"), alone.first("a")] == [True, False]
+
+
+def test_a_world_ends_the_process_group_that_it_made_and_no_other() -> None:
+    def rank() -> tuple[list[bool], bool, bool]:
+        import torch.distributed as dist
+
+        one = World.from_environment(device="cpu")
+        asked = [one.first("a"), one.first("b")]
+        two = World.from_environment(device="cpu")  # finds the group of the first, as it would find a user's own
+        two.close()
+        one.limited(1).close() if one.rank == 0 else None
+        kept = dist.is_initialized()
+        one.close()
+        return asked, kept, dist.is_initialized()
+
+    results = launch(rank, 2)
+    assert [sum(answers) for answers in zip(*(asked for asked, *_ in results), strict=True)] == [1, 1]
+    assert [(kept, left) for _, kept, left in results] == [(True, False)] * 2
+
+
+def test_a_process_group_of_the_users_own_is_used_and_stays(bare: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = World.from_environment(device="cpu")
+        assert (world.rank, world.size, world.local_rank, world.transport.name) == (0, 1, 0, "gloo")
+        assert [world.first("a"), world.first("a")] == [True, False]
+        world.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

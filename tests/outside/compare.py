@@ -72,7 +72,7 @@ class Forecast(nn.Module):
 
 def forecasts() -> list[Batch]:
     draw = torch.Generator().manual_seed(11)
-    made = []
+    made: list[Batch] = []
     for step in range(STEPS):
         values = {name: torch.randn(ROWS, width, generator=draw, dtype=torch.float64) for name, width in (("x", 7), ("y", 2))}
         weight = torch.rand(ROWS, 1, generator=draw, dtype=torch.float64)
@@ -95,14 +95,15 @@ def weighted_error(y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, use_cache=False, **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": LENGTH, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def texts() -> list[Batch]:
     """Tokens of which an unequal number counts in each row."""
     draw = torch.Generator().manual_seed(12)
-    made = []
+    made: list[Batch] = []
     for _ in range(STEPS):
         tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=draw)
         counted = torch.rand(ROWS, LENGTH, generator=draw) < torch.rand(ROWS, 1, generator=draw)

@@ -21,9 +21,7 @@ def test_engine_under_torchrun_gives_the_losses_and_parameters_of_a_plain_loop()
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OMP_NUM_THREADS": "1",
     }
-    run = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         told, _ = run.communicate(timeout=SECONDS)
     finally:

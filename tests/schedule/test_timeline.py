@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stretto.errors import JobError
 from stretto.schedule.action import KINDS, Action, Schedule
 from stretto.schedule.step import training_step
-from stretto.schedule.timeline import Span, Timeline, simulate
+from stretto.schedule.timeline import Span, Timeline, chrome_trace, simulate
 
 SECONDS = {"F": 1.0, "B": 2.0}
 
@@ -48,15 +48,22 @@ def test_a_span_is_measured_by_the_given_clock_even_if_the_action_fails() -> Non
 
 def test_an_empty_timeline_takes_no_time() -> None:
     assert (Timeline().seconds, Timeline().busy(0)) == (0.0, 0.0)
-    assert json.loads(Timeline().chrome_trace())["traceEvents"] == []
+    assert json.loads(chrome_trace({}))["traceEvents"] == json.loads(chrome_trace({3: Timeline()}))["traceEvents"] == []
 
 
-def test_the_chrome_trace_is_in_microseconds_from_the_first_start() -> None:
-    timeline = Timeline(spans=[Span(0, Action("F", 0, 1), 5.0, 5.25), Span(1, Action("VOTE", 1), 5.5, 6.0)])
-    events = json.loads(timeline.chrome_trace())["traceEvents"]
-    assert [(e["name"], e["cat"], e["tid"], e["ph"], e["ts"], e["dur"]) for e in events] == [
-        ("0F1", "F", 0, "X", 0.0, 250_000.0),
-        ("1VOTE", "VOTE", 1, "X", 500_000.0, 500_000.0),
+def test_a_chrome_trace_has_a_row_a_rank_with_its_steps_and_below_them_their_actions() -> None:
+    first = Timeline(spans=[Span(0, Action("F", 0, 1), 5.0, 5.25), Span(0, Action("B", 0, 1), 5.5, 6.0)])
+    second = Timeline(spans=[Span(1, Action("VOTE", 1), 6.5, 7.0), Span(0, Action("F", 0, 0), 6.0, 6.25)])
+    events = json.loads(chrome_trace({11: second, 10: first}))["traceEvents"]
+    assert [(e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"] == [(0, "rank 0"), (1, "rank 1")]
+    assert [(e["name"], e["cat"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("step 10", "step", 0, 0.0, 1_000_000.0),
+        ("0F1", "F", 0, 0.0, 250_000.0),
+        ("0B1", "B", 0, 500_000.0, 500_000.0),
+        ("step 11", "step", 0, 1_000_000.0, 250_000.0),
+        ("0F0", "F", 0, 1_000_000.0, 250_000.0),
+        ("step 11", "step", 1, 1_500_000.0, 500_000.0),
+        ("1VOTE", "VOTE", 1, 1_500_000.0, 500_000.0),
     ]
 
 

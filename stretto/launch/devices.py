@@ -1,21 +1,12 @@
-"""What this process finds around it before torch is loaded: whether somebody started it as a rank, and which GPUs there are."""
+"""Which GPUs there are, asked before torch is loaded."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
-
-
-class Seat(NamedTuple):
-    """This process among ranks that torchrun, srun or stretto.launch started."""
-
-    rank: int
-    ranks: int
-    local_rank: int
 
 
 class Devices(NamedTuple):
@@ -23,21 +14,6 @@ class Devices(NamedTuple):
 
     kind: Literal["cpu", "cuda"]
     visible: int
-
-
-def seat(environment: Mapping[str, str]) -> Seat | None:
-    """The seat that torchrun's variables give, else those of an srun step of several tasks; None: nobody started us as a rank.
-
-    The rule of World.from_environment, which a launcher must know without loading torch (a test holds the two together).
-    """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return Seat(rank, ranks, int(environment.get("LOCAL_RANK", rank)))
-    # SLURM_STEP_ID: in a batch script the other two are set as well, yet nobody started several of us
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        rank = int(environment["SLURM_PROCID"])
-        return Seat(rank, int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_LOCALID", rank)))
-    return None
 
 
 def devices() -> Devices:

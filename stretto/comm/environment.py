@@ -1,0 +1,52 @@
+"""Who am I among ranks that somebody else started, and where do they meet: as torchrun's or srun's variables say.
+
+No torch: a launcher asks before it is loaded. What they are read from is handed in; the process's own are read by World and the
+command line alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from stretto.errors import JobError
+
+
+class Seat(NamedTuple):
+    """This process among `ranks` that torchrun, srun or stretto.launch started; local_rank counts those of one machine."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+
+
+def seat(environment: Mapping[str, str]) -> Seat | None:
+    """The seat that torchrun's variables give, else those of an srun step of several tasks; None: nobody started us as a rank."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Seat(rank, ranks, int(environment.get("LOCAL_RANK", rank)))
+    # SLURM_STEP_ID: in a batch script the other two are set as well, yet nobody started several of us
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        rank = int(environment["SLURM_PROCID"])
+        return Seat(rank, int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_LOCALID", rank)))
+    return None
+
+
+def meeting_point(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of rank 0: MASTER_ADDR and MASTER_PORT, else the first node of the Slurm job and a port made from its number.
+
+    Raises JobError where neither is said.
+    """
+    if "MASTER_ADDR" in environment:
+        return environment["MASTER_ADDR"], int(environment.get("MASTER_PORT", "29500"))
+    if "SLURM_JOB_ID" in environment:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        return first_node(nodes), 20000 + int(environment["SLURM_JOB_ID"]) % 20000
+    raise JobError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not; set it to rank 0's address, or start with torchrun")
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a Slurm node list: 'gpu[003-006,9],cpu1' -> 'gpu003', 'rack[0-1]node[3-4]' -> 'rack0node3'."""
+    first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes)  # of each range its first number
+    return first.split(",")[0]
