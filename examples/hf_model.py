@@ -10,7 +10,7 @@ import os
 from pydoc_data.topics import topics
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 
 import stretto
 
@@ -20,10 +20,12 @@ job = stretto.Job(
 )
 
 
-def model() -> LlamaForCausalLM:
+def model() -> nn.Module:
     """A small one from a config, with 256 token ids: one a byte. from_pretrained(FOLDER) works as well."""
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: the process that only starts the ranks needs none of it
+
     torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, use_cache=False, **sizes))
 
 
@@ -37,16 +39,20 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     """What each rank runs."""
+    held_out = [batch(step) for step in range(1000, 1004)]
     with stretto.Engine(model(), job) as engine:
-        losses = [engine.step(batch(step)).loss for step in range(30)]
-        weights = dict(engine.full_state())  # under the names that transformers gave them; whole on rank 0
+        before = engine.evaluate(held_out)["loss"]
+        for step in range(30):
+            engine.step(batch(step))
+        after = engine.evaluate(held_out)["loss"]
+        weights = dict(engine.full_state())  # under the names that transformers gave them; whole on rank 0, None elsewhere
     if engine.world.rank == 0:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}: {'it learned' if losses[-1] < losses[0] - 1.5 else 'it did not learn'}")
+        print(f"loss on new text {before:.3f} -> {after:.3f}: {'it learned' if after < before - 1.5 else 'it did not learn'}")
         plain = model()
         plain.load_state_dict(weights)  # a plain transformers model again, to save or to use
         with torch.no_grad():
-            new = batch(30)
-            print(f"the plain model with these weights, on new text: loss {plain(**new).loss.item():.3f}")
+            losses = [plain(**new).loss.item() for new in held_out]
+        print(f"the plain model with these weights: {sum(losses) / len(losses):.3f}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,13 @@ class Stripes(torch.utils.data.Dataset[Mapping[str, Any]]):
 def network() -> nn.Module:
     """GroupNorm, not BatchNorm: the statistics of a batch would depend on how many ranks share it."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3)
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(400, 3),
     )
 
 

@@ -156,12 +156,15 @@ def _foreign_options_as_keys(words: Sequence[str], parser: argparse.ArgumentPars
 
 
 def _load(words: Sequence[str]) -> Job:
-    """[JOB] [KEY=VALUE ...] as a Job."""
+    """[JOB] [KEY=VALUE ...] as a Job. Without JOB it is `tiny`, unless the keys name a model: then they say all that is asked."""
     from stretto.job import Job, parse_overrides
 
     first_is_job = bool(words) and ("=" not in words[0] or os.path.exists(words[0]))
-    source, overrides = (words[0], words[1:]) if first_is_job else (None, words)
-    return Job.load(source, **parse_overrides(overrides))
+    given, texts = (words[0], words[1:]) if first_is_job else (None, words)
+    overrides = parse_overrides(texts)
+    model = overrides.get("model")
+    names_a_model = isinstance(model, Mapping) and "name" in model
+    return Job.load(given or (None if names_a_model else "tiny"), **overrides)
 
 
 @contextlib.contextmanager
@@ -294,7 +297,9 @@ def _keys(asked: argparse.Namespace) -> int:
 
 def _job_words(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] [options]"
-    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="a TOML file or built-in name, then keys to change")
+    parser.add_argument(
+        "words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="a TOML file or built-in name (default tiny), then keys to change"
+    )
 
 
 def _anything(parser: argparse.ArgumentParser) -> None:

@@ -84,9 +84,8 @@ def check_profile(profile: Profile, mesh: Mesh, steps: int | None) -> None:
         last = "" if steps is None else f" to {steps}"
         raise JobError(f"profile.steps={show(profile.steps)}: steps are numbered from 1{last}; write profile.steps={show((steps or 1,))}")
     if profile.steps and max(profile.ranks, default=0) >= mesh.size:
-        raise JobError(
-            f'profile.ranks={show(profile.ranks)}: mesh="{mesh}" has ranks 0 to {mesh.size - 1}; write profile.ranks={show((mesh.size - 1,))}'
-        )
+        top = mesh.size - 1
+        raise JobError(f'profile.ranks={show(profile.ranks)}: mesh="{mesh}" has ranks 0 to {top}; write profile.ranks={show((top,))}')
 
 
 def _shape(model: Model) -> DecoderShape:

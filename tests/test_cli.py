@@ -108,6 +108,42 @@ def test_a_wrong_request_is_one_line_and_exit_2(words, named, call, monkeypatch,
     assert err.count("\n") == 1 and err.startswith("stretto: ") and named in err, err
 
 
+TEXTS = {
+    "empty": (b"", "the file is empty"),
+    "binary": (b"a line\n\x00\x01\x02" * 100, "binary (it holds NUL bytes)"),
+    "latin-1": (b"d\xe9j\xe0 vu " * 100, "not UTF-8"),
+    "short": (b"too short", "it has 9 tokens, but one sequence takes batch.seq_len + 1"),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_text_that_cannot_be_learned_from_is_one_line_and_leaves_nothing(kind, call, monkeypatch, tmp_path):
+    content, named = TEXTS[kind]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_bytes(content)
+    code, out, err = call("train", "tiny", "data=text:text.txt")
+    assert code == 2 and out == "" and os.listdir(tmp_path) == ["text.txt"]
+    assert err.count("\n") == 1 and err.startswith('stretto: data="text:text.txt": ') and named in err, err
+
+
+@pytest.mark.parametrize("out", [["--out", "taken"], ["--out", "taken/run"], []])
+def test_a_run_folder_that_cannot_be_written_is_one_line_and_leaves_nothing(out, call, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names = ["runs", "taken"]  # files, where folders would have to be
+    for name in names:
+        (tmp_path / name).touch()
+    code, printed, err = call("train", "tiny", *out)
+    assert code == 2 and printed == "" and sorted(os.listdir(tmp_path)) == names
+    assert err.count("\n") == 1 and err.startswith("stretto: --out ") and "write --out DIR" in err, err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_one_line_and_leaves_nothing(call, tmp_path):
+    tmp_path.chmod(0o500)
+    code, _, err = call("train", "tiny", "--out", str(tmp_path / "run"))
+    assert code == 2 and err.count("\n") == 1 and "Permission denied" in err and not list(tmp_path.iterdir())
+
+
 def test_several_faults_of_one_request_are_still_one_line(call):
     code, _, err = call("train", "tiny", "zero=7", "steps=-1")
     assert code == 2 and err.count("\n") == 1 and "zero" in err and "steps" in err
@@ -151,8 +187,14 @@ def test_options_and_keys_may_stand_in_any_order():
         assert asked.json and (job.name, job.steps, job.zero.stage) == ("tiny", 40, 3)
 
 
+def test_without_a_job_it_is_tiny_that_is_meant():
+    assert cli._load([]) == Job.load("tiny")
+    assert cli._load(["steps=3", "model.blocks=2"]) == Job.load("tiny", steps=3, **{"model.blocks": 2})
+
+
 def test_a_job_may_be_given_by_its_keys_alone_and_by_a_file(tmp_path):
-    assert cli._load(["model=30m", "steps=3"]).model.name == "30m"
+    alone = cli._load(["model=30m", "steps=3"])
+    assert alone == Job.load(model="30m", steps=3) and alone.name != "tiny"
     (tmp_path / "a=b.toml").write_text("steps = 7\n")
     assert cli._load([str(tmp_path / "a=b.toml"), "zero=2"]).steps == 7
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ class Group:
         joined[bounds[self.index] : bounds[self.index + 1]] = data
         self.all_gather(joined, bounds, reason=reason, lane="user").wait()
         joined = joined.cpu()
-        return [pickle.loads(joined[a:b].numpy().tobytes()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [pickle.loads(joined[a:b].numpy().tobytes()) for a, b in pairwise(bounds)]
 
     def _write(self, collective: str, x: Tensor, reason: str) -> None:
         self.ledger.add(Entry(collective, self.axes, x.numel(), str(x.dtype).removeprefix("torch."), reason))

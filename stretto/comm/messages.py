@@ -58,7 +58,11 @@ class Work:
         if self._error is not None:
             raise _lost(self._error)
         handles, self._handles = self._handles, []
-        _wait(handles)
+        try:
+            _wait(handles)
+        except BaseException as error:
+            self._error = error  # whoever waits again must not take it for done
+            raise
 
 
 class Messages:

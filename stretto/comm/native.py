@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Native:
         if _even(bounds):  # in place: NCCL allows the result to be the caller's own slice of the input
             work = dist.reduce_scatter_single(own, x, group=group, async_op=True)
         else:
-            work = dist.reduce_scatter(own, [x[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], group=group, async_op=True)
+            work = dist.reduce_scatter(own, [x[a:b] for a, b in pairwise(bounds)], group=group, async_op=True)
         if accumulate:
             return _Then(work, lambda: into.add_(own))
         return _Then(work, None if into.data_ptr() == own.data_ptr() else lambda: into.copy_(own))
@@ -61,7 +62,7 @@ class Native:
         own = x[bounds[index] : bounds[index + 1]]
         if _even(bounds):
             return _Then(dist.all_gather_single(x, own, group=group, async_op=True))
-        return _Then(dist.all_gather([x[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], own.clone(), group=group, async_op=True))
+        return _Then(dist.all_gather([x[a:b] for a, b in pairwise(bounds)], own.clone(), group=group, async_op=True))
 
     def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Pending:
         return _Then(dist.broadcast(x, source, group=self._group(ranks, channel), async_op=True))
@@ -76,7 +77,7 @@ class Native:
 
 
 def _even(bounds: Sequence[int]) -> bool:
-    sizes = {b - a for a, b in zip(bounds, bounds[1:], strict=False)}
+    sizes = {b - a for a, b in pairwise(bounds)}
     return len(sizes) == 1
 
 

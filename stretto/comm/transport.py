@@ -65,9 +65,7 @@ class World:
         return World(0, 1, 0, _device(device, 0), Messages(_NoMail(), 0), HashStore())
 
     @staticmethod
-    def from_environment(
-        device: str = "auto", transport: str = "auto", init_timeout: float = 300.0, step_timeout: float = 600.0
-    ) -> World:
+    def from_environment(device: str = "auto", transport: str = "auto", init_timeout: float = 300.0, step_timeout: float = 600.0) -> World:
         """Join the ranks that torchrun's variables (else those of an `srun` step of several tasks) describe; else be one rank.
 
         Seconds: init_timeout for all ranks to appear, step_timeout for any one message. A process group that the caller has

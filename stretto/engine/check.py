@@ -77,7 +77,9 @@ def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) 
         loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
     else:
         task = model if isinstance(model, library.Task) else library.Task(model)
-        loaded = library.Loaded(task.model, None, type(task.model).__name__, _vocab(task.model), None, task.forward, task.loss, task.batches)
+        loaded = library.Loaded(
+            task.model, None, type(task.model).__name__, _vocab(task.model), None, task.forward, task.loss, task.batches
+        )
     if blocks is not None:
         name, found = block_list(loaded.model)
         if not found or blocks < 1:

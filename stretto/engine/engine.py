@@ -139,7 +139,9 @@ class Engine:
             whole = Batch.of(prepare_labels(batch) if self.counts_targets else batch, local=local)
             local = whole.local
             if self.counts_targets and "shift_labels" not in whole:
-                raise JobError("the batch has neither labels nor shift_labels, and no loss was given; add labels, or hand loss=... to Engine")
+                raise JobError(
+                    "the batch has neither labels nor shift_labels, and no loss was given; add labels, or hand loss=... to Engine"
+                )
             mine = whole if local else whole.part(self.rows.size, self.rows.index)
             count = self.job.microbatches if local else self.forwards(whole.rows)
             if self.counts_targets and not local:
@@ -288,11 +290,17 @@ class Engine:
         mine = [name for group in self.parallel.groups for name in group.nonfinite()]
         found = self.everybody.objects(mine, reason="blame")
         self.now.culprits = tuple(Culprit(rank, name) for rank, names in enumerate(found) for name in names)
-        first = f"first: {self.now.culprits[0].tensor} on rank {self.now.culprits[0].rank}" if self.now.culprits else "no rank had one by itself: the sum overflowed"
+        first = (
+            f"first: {self.now.culprits[0].tensor} on rank {self.now.culprits[0].rank}"
+            if self.now.culprits
+            else "no rank had one by itself: the sum overflowed"
+        )
         self.now.why = f"the gradient is not finite ({first})"
         if self.skips >= self.job.precision.max_skips:
             advice = "use precision=bf16" if self.scale else "lower optimizer.lr or look at the batch"
-            raise NonFinite(f"step {self.steps}: {self.skips} steps in a row were skipped, {self.now.why}; {advice}, or raise precision.max_skips")
+            raise NonFinite(
+                f"step {self.steps}: {self.skips} steps in a row were skipped, {self.now.why}; {advice}, or raise precision.max_skips"
+            )
 
     def _report(self) -> StepReport:
         now = time.perf_counter()
@@ -342,13 +350,13 @@ class Engine:
         self.now = Underway(self.world.device, self.world.rank)
         return report
 
-    def evaluate(self, batches: Iterable[Mapping[str, Any] | Batch], metrics: Metrics | None = None, local: bool = False) -> dict[str, float]:
+    def evaluate(
+        self, batches: Iterable[Mapping[str, Any] | Batch], metrics: Metrics | None = None, local: bool = False
+    ) -> dict[str, float]:
         """{"loss": ...} and the means of `metrics(output, batch) -> {name: (sum, count)}` over real samples. Collective."""
         return evaluate(self, batches, metrics, local)
 
-    def loader(
-        self, dataset: Any, collate_fn: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None, num_workers: int = 0
-    ) -> Loader:
+    def loader(self, dataset: Any, collate_fn: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None, num_workers: int = 0) -> Loader:
         """A torch DataLoader over a dataset of one's own (the same on every rank) that gives this rank's rows of batch.size samples
         a step, for `step` and `evaluate` as they are. One pass over it is an epoch, shuffled by data.seed: each sample once, the
         last batch smaller. Where it stands belongs to the engine's state: `loaders` has them in the order they were made."""
@@ -372,7 +380,9 @@ class Engine:
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every gradient, whole, as the update will see it but for clipping; between VOTE and UPDATE. Collective."""
         after = self._after()
-        yield from whole_tensors(self.parallel, "gradients", lambda g: g.update_gradient() * after if g.trainable else None, self.world.rank)
+        yield from whole_tensors(
+            self.parallel, "gradients", lambda g: g.update_gradient() * after if g.trainable else None, self.world.rank
+        )
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes this rank holds, by kind, counted from live storages: parameters and gradients between steps, optimizer (master

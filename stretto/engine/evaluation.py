@@ -69,7 +69,9 @@ def _rounds(engine: Engine, batches: Iterable[Mapping[str, Any] | Batch], local:
             yield mine.part(engine.rows.size, engine.rows.index), engine.forwards(mine.rows)
             continue
         local = True
-        need = torch.tensor([engine.forwards_local(mine.rows) if mine is not None else 0.0], dtype=torch.float64, device=engine.world.device)
+        need = torch.tensor(
+            [engine.forwards_local(mine.rows) if mine is not None else 0.0], dtype=torch.float64, device=engine.world.device
+        )
         engine.rows.all_reduce(need, reason="evaluation", op="max", lane="user").wait()
         if need.item() == 0:
             return

@@ -47,10 +47,10 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
         prompt = _prompt(source, loaded, job)
         if prompt and isinstance(source, Tokens):
             emit({"kind": "entropy", "nats": bigram_entropy(source.stream.read(0, min(len(source.stream), ENTROPY_TOKENS)).tolist())})
-            emit(_text("before", engine, prompt))
+            _sample("before", engine, prompt, emit)
         rows = _steps(engine, feed, held_out, profile, emit)
         if prompt and not engine.stopping:
-            emit(_text("after", engine, prompt))
+            _sample("after", engine, prompt, emit)
         trace = profile.trace(engine.everybody)
         if trace is not None:
             emit({"kind": "timeline", "trace": trace})
@@ -169,9 +169,10 @@ def _prompt(source: Source, loaded: library.Loaded, job: Job) -> list[int]:
     return source.stream.read(0, PROMPT).tolist() if readable and isinstance(source, Tokens) and loaded.vocab == 256 else []
 
 
-def _text(when: str, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+def _sample(when: str, engine: Engine, prompt: list[int], emit: Emit) -> None:
+    emit({"kind": "at", "action": "while the model writes"})
     tokens = write(engine, prompt, TEXT_TOKENS, seed=engine.job.seed, context=min(engine.job.batch.seq_len, 128))
-    return {"kind": "text", "when": when, "text": bytes(tokens).decode("utf-8", "replace")}
+    emit({"kind": "text", "when": when, "text": bytes(tokens).decode("utf-8", "replace")})
 
 
 def _where(world: World) -> str:

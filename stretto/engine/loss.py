@@ -32,7 +32,9 @@ def next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     logits = logits_of(output)
     targets = batch["shift_labels"]
     if logits.shape[:-1] != targets.shape:
-        raise JobError(f"logits {list(logits.shape)} do not fit shift_labels {list(targets.shape)}; a next-token loss needs [B, T, V] and [B, T]")
+        raise JobError(
+            f"logits {list(logits.shape)} do not fit shift_labels {list(targets.shape)}; a next-token loss needs [B, T, V] and [B, T]"
+        )
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()  # the sum over the vocabulary needs more than 8 bits
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=NOT_COUNTED, reduction="sum")

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from stretto.parallel.sharded import Piece
 from stretto.sections import Optimizer as OptimizerKeys
 from stretto.sections import Schedule as ScheduleKeys
-from stretto.parallel.sharded import Piece
 
 #: Makes an optimizer from parameter groups: each a dict with `params`, a list of (name, parameter), and `weight_decay`.
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -16,8 +16,8 @@ from stretto.draw.curve import text_curve
 from stretto.draw.numbers import bytes_, count, measure
 from stretto.errors import JobError
 from stretto.job import Job
-from stretto.launch.failure import RankFailed
 from stretto.launch.devices import Devices, devices
+from stretto.launch.failure import RankFailed
 from stretto.launch.progress import progress_on
 from stretto.launch.record import Recorder, Trained
 from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, refuse_a_run

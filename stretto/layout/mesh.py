@@ -99,7 +99,12 @@ class Mesh:
         """The rank at these coordinates; axes not named are at 0."""
         rank = 0
         for name, size in self.axes:
-            rank = rank * size + coordinates.get(name, 0)
+            at = coordinates.pop(name, 0)
+            if not 0 <= at < size:
+                raise ValueError(f"{name}={at} is not on the mesh {self}")
+            rank = rank * size + at
+        if coordinates:
+            raise ValueError(f"the mesh has no axis {' '.join(coordinates)}")
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:

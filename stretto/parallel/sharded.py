@@ -90,7 +90,7 @@ class ShardedGroup:
         self._reduced = 0
         self._pending: set[int] = set()
         self._touched: set[int] = set()
-        self._local_norms: list[list[Tensor]] = []
+        self._local_norms: list[tuple[int, Tensor]] = []
         self.resident = not self.cuts("param")
         self.whole: Tensor | None = None
         self.bucket: Tensor | None = None
@@ -230,6 +230,8 @@ class ShardedGroup:
         grad = self.params[i].grad
         assert grad is not None
         self._take_bucket()
+        # Here and not before the reduction: the gradient is still in cache. Of this rank alone, so that it can be blamed by name.
+        self._local_norms.append((i, torch.linalg.vector_norm(grad, dtype=self.precision.reduce)))
         if i in self._touched:
             self._grads[i].add_(grad)
         else:
@@ -269,7 +271,6 @@ class ShardedGroup:
         for i in range(len(self.params)):
             if i not in self._touched:
                 self._grads[i].zero_()
-        self._local_norms.append(list(torch._foreach_norm(self._grads)))
         assert self.bucket is not None
         if self.policy.reduction == "all_reduce":
             work = self.group.all_reduce(self.bucket, reason=f"{reason} {self.name}")
@@ -308,9 +309,7 @@ class ShardedGroup:
 
     def nonfinite(self) -> list[str]:
         """Names of parameters whose gradient, on this rank and before any reduction, was not finite in this step."""
-        found = []
-        for norms in self._local_norms:
-            found += [name for name, norm in zip(self.names, norms, strict=True) if not math.isfinite(float(norm))]
+        found = [self.names[i] for i, norm in self._local_norms if not math.isfinite(float(norm))]
         return list(dict.fromkeys(found))
 
     def clear(self) -> None:

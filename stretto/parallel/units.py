@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from stretto.errors import JobError
+
 #: The unit of parameters that are nowhere known to run once.
 REST = "rest"
 
@@ -49,14 +51,19 @@ def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[st
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}
     units_of_param: dict[nn.Parameter, set[str]] = {}
+    idle = set(keep)
     for place, module in model.named_modules(remove_duplicate=False):
         for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
             around = _around(f"{place}.{leaf}" if place else leaf)
-            kept = any(fnmatch.fnmatch(name, pattern) for name in around for pattern in keep)
-            unit = REST if kept else next((homes[name] for name in around if name in homes), REST)
+            matching = {pattern for pattern in keep for name in around if fnmatch.fnmatch(name, pattern)}
+            idle -= matching
+            unit = REST if matching else next((homes[name] for name in around if name in homes), REST)
             owners.setdefault(param, []).append(module)
             names.setdefault(param, around[0])
             units_of_param.setdefault(param, set()).add(unit)
+    if idle:
+        near = list(regions) or [name.rpartition(".")[0] or name for name in names.values()]
+        raise JobError(f'zero.keep="{min(idle)}" matches no module or parameter; write a name or a pattern, as zero.keep=["{near[0]}"]')
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for param, name in names.items():
         found = units_of_param[param]

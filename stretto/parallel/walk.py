@@ -131,7 +131,7 @@ class Walk:
         if self._cut:
             self._gather_up_to(len(self.stops) - 1)
             for stop in self.stops:
-                if self.policy.params == "microbatch" and (stop.unit.regular or not torch.is_grad_enabled()):
+                if (self.policy.params == "microbatch" and stop.unit.regular) or not torch.is_grad_enabled():
                     self._release(stop)
         self.phase = "idle"
 

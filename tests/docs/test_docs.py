@@ -116,9 +116,8 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page: Path, tmp
     file.write_text(script(page), encoding="utf-8")
     done = run([sys.executable, str(file)], tmp_path, PAGE_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
-    printed = done.stdout.split(f"{END}\n")[:-1]
-    expected = shown(page)
-    assert [text for text, said in zip(printed, expected, strict=True) if said is not None] == [said for said in expected if said is not None]
+    printed, said = done.stdout.split(f"{END}\n")[:-1], shown(page)
+    assert [text for text, line in zip(printed, said, strict=True) if line is not None] == [line for line in said if line is not None]
 
 
 @pytest.mark.parametrize("block", of_kind("toml"), ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -21,7 +22,14 @@ SIZES = {"name": "tiny", "blocks": 2, "hidden": 32, "heads": 4, "ffn": 48}
 
 
 def findings(ranks, *, own=None, inject=None, dtype="fp64", steps=3, blocks=None, **keys):
-    usual = {"model": keys.pop("model", SIZES), "batch.size": 12, "batch.seq_len": 16, "optimizer.lr": 3e-3, "schedule": "constant", "mesh": f"dp={ranks}"}
+    usual = {
+        "model": keys.pop("model", SIZES),
+        "batch.size": 12,
+        "batch.seq_len": 16,
+        "optimizer.lr": 3e-3,
+        "schedule": "constant",
+        "mesh": f"dp={ranks}",
+    }
     job = Job.load(usual, **keys).resolve(ranks, "cpu", 0)
     told = {}
 
@@ -120,9 +128,30 @@ def families(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize(("ranks", "zero", "micro", "recompute", "tied"), [(2, 0, 2, "full", False), (3, 1, None, "none", True), (4, 2, 1, "none", False), (2, 3, 2, "full", True), (3, 3, 1, "none", False)])  # fmt: skip
-def test_transformers_models_take_the_step_of_one_process(families, family, ranks, zero, micro, recompute, tied):
+CELLS = list(itertools.product(sorted(FAMILIES), (1, 2, 3, 4), (0, 1, 2, 3), (1, 3), ("none", "full"), (False, True)))
+
+
+def check_family(families, family, ranks, zero, microbatches, recompute, tied):
     model = {"name": f"hf:{families / f'{family}-{tied}'}"}
-    found = findings(ranks, zero=zero, recompute=recompute, **{"model": model, "batch.micro_size": micro})
+    rows = 12 // ranks
+    found = findings(ranks, zero=zero, recompute=recompute, **{"model": model, "batch.micro_size": -(-rows // microbatches)})
     assert found["ok"] and max(found[key] for key in found if key.endswith("_error")) <= 1e-10
+
+
+@pytest.mark.parametrize("number", range(0, len(CELLS), 27))
+def test_transformers_models_take_the_step_of_one_process(families, number):
+    check_family(families, *CELLS[number])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", CELLS)
+def test_transformers_models_take_the_step_of_one_process_everywhere(families, cell):
+    check_family(families, *cell)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("cell", list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3), (1, 3), ("none", "full"))))
+def test_the_tiny_decoder_takes_the_step_of_one_process_everywhere(cell):
+    ranks, zero, microbatches, recompute = cell
+    found = findings(ranks, zero=zero, recompute=recompute, **{"batch.micro_size": -(-(12 // ranks) // microbatches)})
+    assert found["ok"]

@@ -5,6 +5,7 @@ import pytest
 
 from stretto.launch.devices import devices
 
+
 def test_the_devices_are_those_that_torch_sees():
     import torch
 

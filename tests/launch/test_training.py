@@ -35,6 +35,7 @@ def pretend(here, job):
         if here.stop():
             break
     here.emit({"kind": "eval", "step": step, "eval_loss": 3.3})
+    here.emit({"kind": "timeline", "trace": '{"traceEvents": []}'})
     here.emit({"kind": "text", "when": "after", "text": "The import statement"})
     here.emit({"kind": "done", "steps": step, "final_loss": losses[-1], "losses": losses, "tokens_per_second": 9e3, "peak_bytes": [1, 2]})
 
@@ -74,7 +75,7 @@ def test_a_run_leaves_its_whole_folder_and_tells_how_it_went(run):
     assert [r["step"] for r in rows] == [*range(1, 13), 12] and rows[-1] == {"step": 12, "eval_loss": 3.3} and "kind" not in rows[0]
     status = json.loads((folder / "status.json").read_text())
     assert (status["status"], status["step"], status["final_loss"]) == ("done", 12, 3.8)
-    assert Job.load(folder / "job.toml").steps == 12
+    assert Job.load(folder / "job.toml").steps == 12 and json.loads((folder / "timeline.json").read_text()) == {"traceEvents": []}
     assert "report.html" in os.listdir(folder) and sorted(os.listdir(folder / "logs")) == ["rank-00000.log", "rank-00001.log"]
     assert "a model for 2 ranks" in said and "step 5/12" in said and "step 6/12" not in said and "evaluation loss 3.3" in said
 
@@ -105,6 +106,7 @@ def test_until_lays_the_schedule_over_all_steps():
     job = Job.load("tiny", steps=100)
     assert (shortened(job, 10).steps, shortened(job, 10).schedule.steps) == (10, 100)
     assert shortened(Job.load(job, **{"schedule.steps": 40}), 10).schedule.steps == 40
+    assert shortened(Job.load(job, **{"profile.steps": [3, 50]}), 10).profile.steps == (3,)
     assert shortened(job, 100) == job == shortened(job, None) and shortened(job, 500) == job
     for until, words in ((0, "at least 1"), (-3, "at least 1")):
         with pytest.raises(JobError, match=words):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stretto.comm.group import Ledger
 from stretto.comm.threads import run_threads
 from stretto.comm.transport import World
+from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.layout.zero import ZeroPolicy
 from stretto.parallel.parallelize import Cut, parallelize
@@ -226,3 +227,8 @@ def test_whatever_modules_share_is_there_when_it_is_used(change: Callable[[Model
     results = run_threads(rank, 2)
     assert all(torch.equal(out, expected) for out, _ in results)
     assert sum(mine for _, mine in results) == pytest.approx(squares, rel=1e-12)
+
+
+def test_a_pattern_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(JobError, match=r'zero.keep="nosuch" matches no module'):
+        units_of(nn.Sequential(nn.Linear(2, 2)), keep=["nosuch"])
