@@ -98,8 +98,8 @@ class Layout:
         pieces = []
         for box in boxes:
             start, stop = max(low - self.flat.start, 0), min(high - self.flat.start, box.elements)
-            if start < stop:
-                pieces += [Box(tuple(o + p for o, p in zip(box.offset, piece.offset, strict=True)), piece.shape) for piece in flat_boxes(box.shape, start, stop)]
+            for piece in flat_boxes(box.shape, start, stop):
+                pieces.append(Box(tuple(o + p for o, p in zip(box.offset, piece.offset, strict=True)), piece.shape))
         return tuple(pieces)
 
     def first_holder(self, mesh: Mesh, rank: int) -> bool:

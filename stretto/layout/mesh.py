@@ -37,7 +37,8 @@ class Mesh:
         for name, size in sizes.items():
             if name not in AXES:
                 near = difflib.get_close_matches(name, AXES, n=1)
-                raise JobError(f"mesh has no axis {name!r}; the axes are {' '.join(AXES)}" + (f" (did you mean {near[0]}?)" if near else ""))
+                hint = f"write {near[0]}={size}" if near else "write one of them"
+                raise JobError(f"mesh has no axis {name!r}; the axes are {' '.join(AXES)}; {hint}")
             if size < 1:
                 raise JobError(f"mesh.{name}={size} is not possible; write a size of 1 or more")
         return Mesh(tuple((name, sizes.get(name, 1)) for name in AXES))
@@ -69,7 +70,9 @@ class Mesh:
             if ranks is None:
                 raise JobError(f"mesh={text!r}: {auto[0]}=auto needs a known number of ranks; write its size")
             if ranks % fixed.size:
-                raise JobError(f"mesh={text!r}: {ranks} ranks cannot be shared evenly by {fixed}; make the other sizes multiply to a divisor of {ranks}")
+                raise JobError(
+                    f"mesh={text!r}: {ranks} ranks cannot be shared evenly by {fixed}; make the other sizes multiply to a divisor of {ranks}"
+                )
             return Mesh.of(**sizes, **{auto[0]: ranks // fixed.size})
         return fixed
 
@@ -110,7 +113,7 @@ class Mesh:
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Ranks that differ from `rank` only along `axes`, in the mesh's own order."""
         here = self.at(rank)
-        ranks = [self.rank(**here | {name: 0 for name in axes})]
+        ranks = [self.rank(**here | dict.fromkeys(axes, 0))]
         for name, size in self.axes:
             if name in axes:
                 stride = self._stride(name)

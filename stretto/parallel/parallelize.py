@@ -131,8 +131,9 @@ def _refuse_batch_norm(model: nn.Module, mesh: Mesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             raise JobError(
-                f"{name or type(model).__name__} is a {type(module).__name__}: its statistics would be those of each rank's rows, not of the batch, "
-                "so the step would depend on the mesh; use GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs"
+                f"{name or type(model).__name__} is a {type(module).__name__}: its statistics would be those of each rank's rows, "
+                "not of the batch, so the step would depend on the mesh; use GroupNorm or LayerNorm, or "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs"
             )
 
 

@@ -251,7 +251,9 @@ class ShardedGroup:
             user = room.user[index]
             if user is not None and user is not self:
                 if user._touched:
-                    raise RunError(f"gradients of {user.name} are not finished while those of {self.name} begin; add the module to zero.keep")
+                    raise RunError(
+                        f"gradients of {user.name} are not finished while those of {self.name} begin; add the module to zero.keep"
+                    )
                 user.wait_reduced()
             room.user[index] = self
         self.wait_reduced()  # my own last microbatch, before its bytes are overwritten
