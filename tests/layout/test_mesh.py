@@ -83,7 +83,7 @@ def test_every_axis_is_there_and_has_a_meaning() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "words"),
     [
-        ("dp_rep=2", None, ["'dp_rep'", "pp dp_replicate dp cp ep tp", "did you mean dp_replicate?"]),
+        ("dp_rep=2", None, ["'dp_rep'", "pp dp_replicate dp cp ep tp", "write dp_replicate=2"]),
         ("data=auto", 2, ["'data'"]),
         ("dp=0", None, ["dp=0", "1 or more"]),
         ("dp", None, ["'dp' is not axis=size", 'mesh="dp=2"']),
