@@ -78,6 +78,7 @@ class DecoderShape:
 
 DECODERS: Mapping[str, DecoderShape] = MappingProxyType(
     {
+        # at this width 0.02 keeps the blocks silent for long: loss 2.1 after 300 steps, and 1.7 from 0.05
         "tiny": DecoderShape(hidden=128, blocks=8, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=256, init_std=0.05),
         "30m": DecoderShape(
             hidden=512, blocks=8, heads=8, kv_heads=8, head_dim=64, ffn=2048, vocab=8192, positions=256, position="learned", mlp="gelu"

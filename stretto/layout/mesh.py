@@ -71,7 +71,8 @@ class Mesh:
                 raise JobError(f"mesh={text!r}: {auto[0]}=auto needs a known number of ranks; write its size")
             if ranks % fixed.size:
                 raise JobError(
-                    f"mesh={text!r}: {ranks} ranks do not divide by {fixed}; let the other sizes multiply to a divisor of {ranks}"
+                    f"mesh={text!r}: {ranks} ranks cannot be shared evenly by {fixed}; "
+                    f"make the other sizes multiply to a divisor of {ranks}"
                 )
             return Mesh.of(**sizes, **{auto[0]: ranks // fixed.size})
         return fixed
