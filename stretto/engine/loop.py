@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
+import torch
+
 from stretto.comm.transport import World
 from stretto.data.batch import Batch
 from stretto.data.feed import Feed
+from stretto.data.order import stable_number
 from stretto.data.source import Part, Source, Tokens, open_source
 from stretto.data.text import bigram_entropy
 from stretto.engine.engine import Engine
@@ -42,6 +45,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
         engine = opened.enter_context(Engine(loaded, job, world))
         engine.watch = lambda step, action: emit({"kind": "at", "step": step + 1, "action": action})
         engine.asked_to_stop = stop
+        torch.manual_seed(stable_number("dropout", job.seed, engine.rows.index))  # rows of different ranks drop different units
         profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks), world.rank)
         emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world)]})
         prompt = _prompt(source, loaded, job)
