@@ -1,0 +1,69 @@
+"""`stretto train` as a user types it: real ranks, the real engine, the built-in job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import stretto
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`stretto train WORDS` in a folder of its own."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**kept, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    started = []
+
+    def run(*words):
+        command = [sys.executable, "-m", "stretto", "train", *words, "--json", "--out", "run"]
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process, tmp_path / "run"
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_without_a_word_it_trains_tiny_and_forty_steps_take_more_than_a_nat_off_the_loss(start):
+    process, folder = start(
+        "steps=40", "profile.steps=[2, 40]", "profile.ranks=[0, 1]", "eval.every=20", "eval.batches=2", "data.split=0.05"
+    )
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert (told["status"], told["steps"], told["mesh"], len(told["losses"])) == ("done", 40, "dp=2", 40)
+    assert told["final_loss"] == told["losses"][-1] < told["losses"][0] - 1
+    assert len(told["peak_bytes"]) == 2 and set(told["texts"]) == {"before", "after"} and 2.4 < told["entropy"] < 2.5
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
+    assert [row["step"] for row in rows if "eval_loss" in row] == [20, 40] and rows[-1]["eval_loss"] == told["eval_loss"] < 4.5
+    names = {"job.toml", "environment.json", "metrics.jsonl", "status.json", "timeline.json", "report.html", "logs"}
+    assert set(os.listdir(folder)) == names
+    trace = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {(e["name"], e["tid"]) for e in trace if e.get("cat") == "step"} == {(f"step {n}", r) for n in (2, 40) for r in (0, 1)}
+
+
+def test_a_run_that_is_asked_to_stop_ends_after_its_step_with_exit_code_0(start):
+    process, folder = start("steps=5000", "model.blocks=1", "batch.seq_len=16")
+    limit = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert told["status"] == "interrupted" and 1 <= told["steps"] == len(told["losses"]) < 5000
+    assert set(told["texts"]) == {"before"}
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["step"]) == ("interrupted", told["steps"]) and "SIGTERM" in status["why"]
