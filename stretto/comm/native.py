@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -79,9 +78,3 @@ class Native:
 def _even(bounds: Sequence[int]) -> bool:
     sizes = {b - a for a, b in pairwise(bounds)}
     return len(sizes) == 1
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it, so that a clock read next tells the truth."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

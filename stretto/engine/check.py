@@ -73,8 +73,7 @@ def run(
 def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) -> library.Loaded:
     keys = job.model
     if model is None:
-        overrides = keys.model_dump(exclude={"name", "weights"}, exclude_none=True)
-        loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
+        loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=keys.sizes())
     else:
         task = model if isinstance(model, library.Task) else library.Task(model)
         loaded = library.Loaded(

@@ -84,8 +84,7 @@ def _steps(engine: Engine, feed: Feed, held_out: Feed | None, profile: Profile, 
 
 def _load(job: Job) -> library.Loaded:
     keys = job.model
-    overrides = keys.model_dump(exclude={"name", "weights"}, exclude_none=True)
-    return library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=overrides)
+    return library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=keys.sizes())
 
 
 def _feed(job: Job, source: Source) -> Feed:

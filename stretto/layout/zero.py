@@ -56,10 +56,9 @@ class ZeroPolicy:
         policy = ZERO[stage]
         moments = dict(policy.moments)
         if gradients == "end" and policy.gradients == "each":
-            moments["last_backward"] = moments.pop("after_backward")
-            if policy.does("after_backward", ("free", "param")):
-                moments["after_backward"] = (("free", "param"),)
-                moments["last_backward"] = tuple(e for e in moments["last_backward"] if e != ("free", "param"))
+            after = moments.pop("after_backward")
+            moments["last_backward"] = tuple(event for event in after if event[1] == "grad")
+            moments["after_backward"] = tuple(event for event in after if event[1] == "param")
         chosen = gradients if "grad" in policy.cut and gradients else policy.gradients
         return replace(policy, moments=MappingProxyType(moments), gradients=chosen, params=params)  # type: ignore[arg-type]
 

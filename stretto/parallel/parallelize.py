@@ -65,7 +65,7 @@ def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Le
     aliases = _aliases(model)
     if initial is None:
         _check_real(model)
-        _same_on_all_ranks(model, world, mesh, ledger)
+        _same_on_all_ranks(model, world, mesh)
         initial = _from_model(model)
     _leave_meta(model, world.device)
     units = units_of(model, regular=cut.regular, keep=cut.keep)
@@ -162,7 +162,7 @@ def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {kept: tuple(names) for kept, names in found.items()}
 
 
-def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh, ledger: Ledger) -> None:
+def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh) -> None:
     """Rank 0's values and buffers on every rank: ranks that had drawn their own would otherwise train a chimera."""
     everybody = Group(world, mesh, tuple(name for name, _ in mesh.axes), Ledger())
     if everybody.size == 1:
@@ -172,7 +172,6 @@ def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh, ledger: Ledge
         if other != shapes[0]:
             differs = next((a for a, b in zip(other, shapes[0], strict=False) if a != b), ("the number of parameters", (), True))
             raise JobError(f"rank {rank} was given another model than rank 0: {differs[0]} differs; give every rank the same model")
-    del ledger
     with torch.no_grad():
         for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.numel() and not tensor.is_meta:
