@@ -72,9 +72,7 @@ class Messages:
         self.mail, self.rank, self.name = mail, rank, mail.name
         self._lanes: dict[int, _Lane] = {}
 
-    def reduce_scatter(
-        self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool
-    ) -> Work:
+    def reduce_scatter(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool) -> Work:
         """Sum of everybody's x; my slice [bounds[i], bounds[i+1]) of it is written to, or added to, `into`.
 
         x: flat. `into` may be that slice of x itself. The other slices of x are left as they were.

@@ -55,4 +55,3 @@ def lr_factor(keys: ScheduleKeys, update: int, total: int) -> float:
     done = min((update - warmup) / max(total - warmup, 1), 1.0)
     fall = 0.5 * (1 + math.cos(math.pi * done)) if keys.shape == "cosine" else 1 - done
     return keys.min_ratio + (1 - keys.min_ratio) * fall
-

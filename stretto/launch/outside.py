@@ -14,6 +14,7 @@ from stretto.launch.failure import Failure
 from stretto.launch.worker import STOP_SIGNALS, Event, Rank
 
 ECHO_WAIT = 0.5  # seconds a rank that only lost a peer holds its tongue, so that the cause is told first
+TELL_WAIT = 5.0  # seconds, at most, that a silent rank stays: torchrun ends everybody at the first exit, and who tells may be slower
 TOLD = "another rank had failed before"  # the note on an error that need not be told: that rank tells its own
 
 
@@ -35,9 +36,15 @@ def run_here(function: Callable[..., Any], args: tuple[Any, ...], seat: Seat, on
 
 
 def tell(error: Exception, seat: Seat, stream: TextIO) -> int:
-    """Print a rank's error if it is the first of the run to be told; returns the exit code."""
+    """Print a rank's error if it is the first of the run to be told; returns the exit code.
+
+    A rank that leaves it to another of its machine does not exit before that one can have told it.
+    """
     where, told = _noted(error)
-    if not (told or (not where and _same_everywhere(error) and seat.local_rank > 0)):
+    if told or (not where and _same_everywhere(error) and seat.local_rank > 0):
+        if _same_everywhere(error) and seat.local_rank > 0:
+            time.sleep(TELL_WAIT)
+    else:
         what = f"{where or f'rank {seat.rank} failed'}: {type(error).__name__}: {error}"
         print(f"stretto: {'; '.join(str(error).splitlines()) if isinstance(error, JobError) else what}", file=stream)
         if not isinstance(error, StrettoError):

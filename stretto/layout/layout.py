@@ -32,9 +32,7 @@ class Box(NamedTuple):
     def meet(self, other: Box) -> Box | None:
         """The part both boxes hold, or None."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stop = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
+        stop = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
         if any(s <= o for o, s in zip(offset, stop, strict=True)):
             return None
         return Box(offset, tuple(s - o for o, s in zip(offset, stop, strict=True)))

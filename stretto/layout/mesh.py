@@ -53,7 +53,7 @@ class Mesh:
                 continue
             name, equals, value = word.partition("=")
             if not equals or not name or not value:
-                raise JobError(f"mesh={text!r}: {word!r} is not axis=size; write for example mesh=\"dp=2\" or mesh=\"dp=auto tp=2\"")
+                raise JobError(f'mesh={text!r}: {word!r} is not axis=size; write for example mesh="dp=2" or mesh="dp=auto tp=2"')
             if name in sizes or name in auto:
                 raise JobError(f"mesh={text!r} gives {name} twice; write it once")
             if value == "auto":

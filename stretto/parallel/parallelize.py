@@ -210,4 +210,3 @@ def _move_buffers(model: nn.Module, device: torch.device, precision: Precision) 
         for name, buffer in module.named_buffers(recurse=False):
             wide = buffer.is_floating_point() and precision.compute == torch.float64
             module._buffers[name] = buffer.to(device, torch.float64 if wide else buffer.dtype)
-

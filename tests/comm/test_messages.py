@@ -181,9 +181,9 @@ def test_a_rank_sends_the_bytes_of_a_ring(n: int, dtype: torch.dtype) -> None:
     part = bytes_ // n
     assert sent(lambda w, x: w.transport.all_reduce(x, range(n), 0).wait()) == {2 * (n - 1) * part}  # 2 (n-1)/n S, REFERENCE A2
     assert sent(lambda w, x: w.transport.all_gather(x, bounds, range(n), 0).wait()) == {(n - 1) * part}
-    assert sent(
-        lambda w, x: w.transport.reduce_scatter(x, bounds, range(n), 0, x[bounds[w.rank] : bounds[w.rank + 1]], False).wait()
-    ) == {(n - 1) * part}
+    assert sent(lambda w, x: w.transport.reduce_scatter(x, bounds, range(n), 0, x[bounds[w.rank] : bounds[w.rank + 1]], False).wait()) == {
+        (n - 1) * part
+    }
 
 
 def test_a_small_all_reduce_takes_one_round() -> None:

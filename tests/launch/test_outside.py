@@ -7,6 +7,7 @@ import pytest
 
 from stretto.comm.environment import Seat
 from stretto.errors import JobError, PeerLost
+from stretto.launch import outside
 from stretto.launch.outside import run_here, tell
 
 PLACES = (Seat(0, 4, 0), Seat(1, 4, 1), Seat(2, 4, 0))  # of two machines
@@ -91,12 +92,15 @@ def test_ctrl_c_twice_at_once_counts_as_one_and_a_second_later_ends_it():
         run_here(work, (1.1,), Seat(0, 1, 0), print)
 
 
-def test_a_wrong_request_is_told_once_a_machine_in_one_line():
+def test_a_wrong_request_is_told_once_a_machine_in_one_line(monkeypatch):
+    stayed = []
+    monkeypatch.setattr(outside.time, "sleep", stayed.append)
     streams = [io.StringIO() for _ in PLACES]
     assert [tell(JobError("write\nzero=3"), place, stream) for place, stream in zip(PLACES, streams)] == [2, 2, 2]
     assert [stream.getvalue() for stream in streams] == ["stretto: write; zero=3\n", "", "stretto: write; zero=3\n"]
     found_at_work = [told(place, failing(JobError("write\nzero=3"))) for place in PLACES]
     assert found_at_work == [(2, "stretto: write; zero=3\n"), (2, ""), (2, "stretto: write; zero=3\n")]
+    assert stayed == [outside.TELL_WAIT] * 2  # the silent one, both times: its exit would end the one who tells
 
 
 def test_the_echo_of_a_failure_waits_so_that_the_cause_speaks_first():
