@@ -69,15 +69,16 @@ def stale_gradient(spot: Spot) -> None:
 
 def lost_microbatch(spot: Spot) -> None:
     """The gradient of a step's last microbatch is not added."""
-    group, accumulate = spot.group, spot.group._accumulate
+    group, begin = spot.group, spot.group.begin_backward
+    before: list[torch.Tensor] = []
 
-    def broken(i: int) -> None:
-        grad = group.params[i].grad
-        if i == spot.number and spot.engine.walk._last and grad is not None:
-            grad.zero_()
-        accumulate(i)
+    def remember() -> None:
+        begin()
+        grad = group._grads[spot.number]
+        before[:] = [grad.clone() if spot.number in group._touched else torch.zeros_like(grad)]
 
-    group._accumulate = broken  # type: ignore[method-assign]
+    group.begin_backward = remember  # type: ignore[method-assign]
+    _before_reduction(spot, lambda grad: grad.copy_(before[0]) if spot.engine.walk._last else None)
 
 
 def skipped_update(spot: Spot) -> None:

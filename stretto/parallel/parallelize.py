@@ -20,6 +20,7 @@ from stretto.parallel.precision import Precision
 from stretto.parallel.sharded import Fill, Room, ShardedGroup
 from stretto.parallel.units import Unit, block_list, units_of
 from stretto.parallel.walk import Stop, Walk
+from stretto.parallel.weights import write_directly
 
 #: Groups that may hold whole buffers at a time: the one at work and the one ahead (or just behind).
 SLOTS = 2
@@ -79,6 +80,8 @@ def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Le
             group.allocate(initial)
     _move_buffers(model, world.device, cut.precision)
     walk = Walk(model, stops, cut.policy, world.rank, watch_inside=cut.compile_backend is None)
+    if cut.compile_backend is None:  # a compiled backward is one kernel after another, with no place for a layer's own
+        write_directly(model, walk)
     return Parallel(walk, walk.groups, rooms, aliases, shard, replicas)
 
 
@@ -88,7 +91,6 @@ def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group) -> list[Sharded
     for trainable, label in ((True, ""), (False, " (frozen)")):
         params = [(name, p) for name, p in unit.params if p.requires_grad is trainable]
         if params:
-            params.sort(key=lambda named: named[1].ndim < 2)  # matrices first: weight decay then applies to one range
             groups.append(
                 ShardedGroup(
                     unit.name + label,

@@ -48,9 +48,9 @@ def apply(blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, c
     for block in blocks:
         current = block.forward
         forward = current.forward if isinstance(current, Recomputed) else current
-        if mode == "none":
+        if mode == "none" and forward is not current:
             block.forward = forward
-        else:
+        elif mode != "none":
             block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng)
 
 

@@ -89,6 +89,8 @@ class ShardedGroup:
         self._reduces: list[Pending] = []
         self._reduced = 0
         self._pending: set[int] = set()
+        self._given_up: set[int] = set()  # no more gradients were expected of these, and not all uses had brought theirs
+        self._missed: set[int] = set()  # and then the reduction went without them
         self._touched: set[int] = set()
         self._local_norms: list[tuple[int, Tensor]] = []
         self.resident = not self.cuts("param")
@@ -217,6 +219,7 @@ class ShardedGroup:
     def begin_backward(self) -> None:
         """Every trainable parameter may now get a gradient; `complete` tells when all have."""
         self._pending = set(range(len(self.params))) if self.trainable else set()
+        self._given_up, self._missed = set(), set()
 
     def on_complete(self, call: Callable[[], None]) -> None:
         self._completed = call
@@ -226,22 +229,59 @@ class ShardedGroup:
         return not self._pending
 
     def _accumulate(self, i: int) -> None:
-        """Autograd has finished the gradient of parameter i for this backward: add it to the flat buffer."""
-        grad = self.params[i].grad
-        assert grad is not None
-        self._take_bucket()
-        # Here and not before the reduction: the gradient is still in cache. Of this rank alone, so that it can be blamed by name.
-        self._local_norms.append((i, torch.linalg.vector_norm(grad, dtype=self.precision.reduce)))
-        if i in self._touched:
-            self._grads[i].add_(grad)
-        else:
-            self._grads[i].copy_(grad)
-            self._touched.add(i)
-        self.params[i].grad = None
+        """Autograd is through with parameter i in this backward: add what it brings, if its layers have not written it themselves."""
+        grad, self.params[i].grad = self.params[i].grad, None
+        if grad is not None:
+            self._add(i, grad)
         if i in self._pending:
             self._pending.discard(i)
             if not self._pending:
                 self._completed()
+
+    def _add(self, i: int, grad: Tensor) -> None:
+        first = self._begin(i)
+        self._note(i, grad)
+        if first:
+            self._grads[i].copy_(grad)
+        else:
+            self._grads[i].add_(grad)
+
+    def add_product(self, i: int, a: Tensor, b: Tensor) -> None:
+        """The gradient of parameter i grows by a @ b, which is written where it belongs."""
+        if a.dtype != self._grads[i].dtype:
+            self._add(i, a @ b)
+            return
+        if self._begin(i):
+            torch.mm(a, b, out=self._grads[i])
+        else:
+            self._grads[i].addmm_(a, b)
+        self._note(i, self._grads[i])
+
+    def add_rows(self, i: int, ids: Tensor, rows: Tensor) -> None:
+        """The gradient of parameter i grows by rows[n] in its row ids[n], for each n."""
+        if self._begin(i):
+            self._grads[i].zero_()
+        self._grads[i].index_add_(0, ids, rows.to(self._grads[i].dtype))
+        self._note(i, rows)
+
+    def _begin(self, i: int) -> bool:
+        """Whether this is the first gradient of parameter i since the last reduction: what lies in its place is then old.
+
+        Raises RunError if the reduction of this backward has passed it over.
+        """
+        if i in self._missed:
+            raise RunError(
+                f"the gradient of {self.names[i]} comes after those of {self.name} were reduced: something outside the forward of its "
+                f'module uses it; write zero.keep=["{self.names[i]}"]'
+            )
+        self._take_bucket()
+        first = i not in self._touched
+        self._touched.add(i)
+        return first
+
+    def _note(self, i: int, grad: Tensor) -> None:
+        """Here and not before the reduction: the gradient is still in cache, and of this rank alone, so that it can be blamed by name."""
+        self._local_norms.append((i, torch.linalg.vector_norm(grad, dtype=self.precision.reduce)))
 
     def _take_bucket(self) -> None:
         if self._touched or not self.reduces_each:
@@ -251,8 +291,11 @@ class ShardedGroup:
             user = room.user[index]
             if user is not None and user is not self:
                 if user._touched:
+                    also = " zero.params=step" if self.cuts("param") else ""
                     raise RunError(
-                        f"gradients of {user.name} are not finished while those of {self.name} begin; add the module to zero.keep"
+                        f"gradients of {user.name} are not finished while those of {self.name} begin (two forwards, one backward, or blocks"
+                        f" that run several times), and ZeRO {self.policy.stage} keeps whole gradients of two units only; write "
+                        f"zero.gradients=end{also}"
                     )
                 user.wait_reduced()
             room.user[index] = self
@@ -263,12 +306,14 @@ class ShardedGroup:
 
     def finish_backward(self) -> None:
         """No more gradients come in this backward: those that did not come are zero."""
+        self._given_up |= self._pending
         self._pending.clear()
 
     def reduce(self, reason: str) -> None:
         """Start adding everybody's gradients; parameters that got none count as zero."""
         if not self.trainable:
             return
+        self._missed = self._given_up
         self._take_bucket()
         for i in range(len(self.params)):
             if i not in self._touched:

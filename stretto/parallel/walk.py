@@ -7,12 +7,14 @@ use channels of their own, so only the order within each matters, and a rank wit
 
 [Note: reverse order] Autograd runs nodes in reverse order of their creation. When the gradient of a unit's output arrives,
 everything that ran after the unit in forward has its gradients: later units are then finished, and gradients they did not get
-are zero.
+are zero. That holds where this rank went straight through, each module at most once and in order, since its last backward;
+after two forwards, or a block that ran twice, what did not come is known to be zero only at the end. A weight that is used
+outside the forward of its module escapes this watch: its late gradient is an error (ShardedGroup), never a lost one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +53,14 @@ class Walk:
         self.groups = tuple(group for stop in stops for group in stop.groups)
         self.step = 0
         self.phase = "idle"
+        #: Weight gradients that are still to be computed, where a schedule splits the backward; None: they are computed at once.
+        self.postponed: list[Callable[[], None]] | None = None
         self._next = 0
         self._gathered: set[int] = set()
         self._reduce_at = -1
         self._last = False
+        self._at = (-1, -1)  # the unit, and its module, that ran last
+        self._straight = True
         self._cut = "param" in policy.cut
         self._stop_of = {group: stop for stop in stops for group in stop.groups}
         for group in self.groups:
@@ -75,8 +81,8 @@ class Walk:
             return
         last = stop.unit.modules[-1]
         cut = {param for _, param in stop.unit.params}  # a module shared with other units has none of these, and may run anywhere
-        for module in stop.unit.modules:
-            module.register_forward_pre_hook(lambda *_: self._start(stop))
+        for position, module in enumerate(stop.unit.modules):
+            module.register_forward_pre_hook(lambda *_, position=position: self._start(stop, position))
             module.register_forward_hook(lambda m, _, out: self._end(stop, m is last, out), always_call=True)
             if self._cut and watch_inside:
                 for name, inner in module.named_modules():
@@ -96,8 +102,12 @@ class Walk:
             if self._root_depth == 0:
                 self.end_forward()
 
-    def _start(self, stop: Stop) -> None:
+    def _start(self, stop: Stop, position: int) -> None:
         stop.running += 1
+        if self.phase != "backward" and torch.is_grad_enabled():
+            here = (stop.index, position)
+            self._straight = self._straight and self.phase == "forward" and here > self._at
+            self._at = here
         self._before_forward(stop)
 
     def _end(self, stop: Stop, last: bool, out: Any) -> None:
@@ -203,19 +213,27 @@ class Walk:
                         group.ready()
 
     def _before_backward(self, stop: Stop) -> None:
+        if self.phase == "forward":  # torch.autograd.grad inside the model's forward
+            if stop.resident:
+                return
+            raise RunError(
+                f"rank {self.rank}, step {self.step}: a gradient taken inside the forward goes through {stop.unit.name}, whose parameters "
+                f'are freed (ZeRO 3); write zero.keep=["{stop.unit.name}"]'
+            )
         if self.phase != "backward":
             raise RunError("a backward outside the engine: call engine.backward(loss_sum, count) instead of loss.backward()")
-        if stop.finished and self._cut:
+        if stop.finished and stop.resident:
+            return
+        if self._straight:
+            for later in self.stops[stop.index + 1 :]:
+                self._finish(later)
+        if self._cut:
+            self._gather_down_to(stop.index)
             if not stop.resident:
                 raise RunError(
                     f"rank {self.rank}, step {self.step}: one backward goes through {stop.unit.name} twice (two forwards, one backward) "
-                    "while ZeRO 3 frees parameters after each use; write zero.params=step"
+                    "while ZeRO 3 frees parameters after each use; write zero.params=step zero.gradients=end"
                 )
-            return
-        for later in self.stops[stop.index + 1 :]:
-            self._finish(later)
-        if self._cut:
-            self._gather_down_to(stop.index)
             ahead = self.stops[stop.index - 1] if stop.index > 0 else None
             if ahead is not None and ahead.unit.regular and ahead.index == self._next and not self._busy(ahead):
                 self._gather_down_to(ahead.index)
@@ -266,6 +284,7 @@ class Walk:
             for stop in self.stops:
                 self._release(stop)
         self.phase = "idle"
+        self._at, self._straight = (-1, -1), True
 
     def without_data(self, last: bool) -> None:
         """A microbatch for which this rank has no rows: its part in what the others do."""

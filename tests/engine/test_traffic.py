@@ -113,7 +113,8 @@ def test_messages_carry_exactly_the_bytes_of_the_ledger(stage):
 
 
 def sent_by_sockets() -> int:
-    """Payload bytes that this process has given to its TCP connections, as the kernel counts them (tcp_info.tcpi_bytes_sent)."""
+    """Payload bytes that this process has given to its TCP connections, as the kernel counts them: tcp_info's tcpi_bytes_sent without
+    tcpi_bytes_retrans, those it had to send again."""
     import os
     import socket
     import struct
@@ -123,7 +124,8 @@ def sent_by_sockets() -> int:
         try:
             with socket.socket(fileno=os.dup(int(fd))) as connection:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    total += struct.unpack_from("<Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 200)[0]
+                    sent, again = struct.unpack_from("<QQ", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 200)
+                    total += sent - again
         except (OSError, struct.error):
             continue  # no socket, or one that only listens
     return total
