@@ -113,19 +113,25 @@ def test_messages_carry_exactly_the_bytes_of_the_ledger(stage):
 
 
 def sent_by_sockets() -> int:
-    """Payload bytes that this process has given to its TCP connections, as the kernel counts them: tcp_info's tcpi_bytes_sent without
-    tcpi_bytes_retrans, those it had to send again."""
+    """Payload bytes of this process that have arrived over its TCP connections, as the kernel counts them: tcp_info's tcpi_bytes_acked,
+    which knows nothing of packets sent twice, once the send queues are empty."""
+    import fcntl
     import os
     import socket
     import struct
+    import termios
+    import time
 
     total = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(fd))) as connection:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    sent, again = struct.unpack_from("<QQ", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 200)
-                    total += sent - again
+                    for _ in range(5000):
+                        if not struct.unpack("<i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]:
+                            break
+                        time.sleep(0.001)
+                    total += struct.unpack_from("<Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 120)[0]
         except (OSError, struct.error):
             continue  # no socket, or one that only listens
     return total
