@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from stretto.errors import JobError
 
-#: F forward, B backward, I and W its halves (input and weight gradient); then messages between stages, and a step's end.
-KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "VOTE", "UPDATE")
+#: What lanes a rank has, and who runs in which. In a lane one action follows the other; lanes run beside each other.
+#: F forward, B backward, I and W its halves (input and weight gradient); then messages between stages; gradients added over
+#: data-parallel ranks (REDUCE) and over the two stages that hold a tied weight (TIE); and a step's end.
+LANES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "compute": ("F", "B", "I", "W", "VOTE", "UPDATE"),
+        "messages": ("SEND_F", "RECV_F", "SEND_B", "RECV_B"),
+        "reductions": ("REDUCE", "TIE"),
+    }
+)
+KINDS = tuple(kind for kinds in LANES.values() for kind in kinds)
+LANE_OF: Mapping[str, str] = MappingProxyType({kind: lane for lane, kinds in LANES.items() for kind in kinds})
 
 
 class Action(NamedTuple):
@@ -33,7 +46,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each pipeline rank issues, in order. `rank_of[stage]` is the pipeline rank that holds the stage."""
+    """What each pipeline rank issues, in order. `rank_of[stage]` is the pipeline rank that holds the stage.
+
+    [Note: lanes and meetings] A rank goes through its order: it runs what is in the compute lane, and hands messages and
+    reductions to lanes of their own, which work beside it, each in the order in which it was handed them. A SEND and its RECV
+    meet: neither ends before both have come to the front of their lanes. That is the strictest of the transports (NCCL); what
+    ends there ends everywhere.
+    """
 
     name: str
     stages: int
@@ -49,6 +68,13 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.order)
 
+    def __contains__(self, action: object) -> bool:
+        return action in self._has
+
+    def __str__(self) -> str:
+        """A line a rank, as a file for `pipeline="file:PATH"` has it."""
+        return "\n".join(" ".join(map(str, actions)) for actions in self.order)
+
     def needs(self, action: Action) -> tuple[Action, ...]:
         """What must have finished, on whichever rank, before `action` can start. The only place that says so.
 
@@ -57,55 +83,173 @@ class Schedule:
         """
         kind, stage, m = action
         first, last = stage == 0, stage == self.stages - 1
-        back = "I" if Action("I", stage, m) in self._has else "B"
         if kind == "F":
             return () if first else self._from(Action("RECV_F", stage, m), Action("F", stage - 1, m))
         if kind in ("B", "I"):
             mine = (Action("F", stage, m),)
-            next_back = "I" if Action("I", stage + 1, m) in self._has else "B"
-            return mine if last else mine + self._from(Action("RECV_B", stage, m), Action(next_back, stage + 1, m))
+            return mine if last else mine + self._from(Action("RECV_B", stage, m), self.back(stage + 1, m))
         if kind == "W":
             return (Action("I", stage, m),)
         if kind == "SEND_F":
             return (Action("F", stage, m),)
         if kind == "SEND_B":
-            return (Action(back, stage, m),)
+            return (self.back(stage, m),)
         if kind == "RECV_F":
             return (Action("SEND_F", stage - 1, m),)
         if kind == "RECV_B":
             return (Action("SEND_B", stage + 1, m),)
         if kind == "REDUCE":
             return tuple(a for a in self.order[self.rank_of[stage]] if a.stage == stage and a.kind in ("B", "I", "W"))
+        if kind == "TIE":
+            return tuple(Action("REDUCE", tied) for tied in range(self.stages) if Action("TIE", tied) in self._has)
         if kind == "VOTE":
-            return tuple(sorted(a for a in self._has if a.kind == "REDUCE"))
+            return self._summed
         if kind == "UPDATE":
             return (Action("VOTE", stage),)
         raise ValueError(f"unknown kind of action {kind}")
 
+    def back(self, stage: int, microbatch: int | None) -> Action:
+        """The action that makes the gradient of a stage's input: its whole backward, or the first half of it."""
+        half = Action("I", stage, microbatch)
+        return half if half in self._has else Action("B", stage, microbatch)
+
     def _from(self, message: Action, computation: Action) -> tuple[Action, ...]:
         return (message,) if message in self._has else (computation,)
 
-    def check(self) -> None:
-        """Prove that the schedule ends: every rank can go through its order. Raises JobError saying who waits for whom."""
+    @cached_property
+    def _summed(self) -> tuple[Action, ...]:
+        return tuple(sorted(a for a in self._has if a.kind in LANES["reductions"]))
+
+    @cached_property
+    def waits(self) -> dict[Action, tuple[Action, ...]]:
+        """For each event all that must be over before it begins: what it needs, what its rank computes before it, and what
+        stands before it in its lane. A SEND and its RECV are one event, under the name of the SEND. [Note: lanes and meetings]"""
+        found: dict[Action, list[Action]] = {}
         for actions in self.order:
-            if len(set(actions)) != len(actions):
-                twice = next(a for i, a in enumerate(actions) if a in actions[:i])
-                raise JobError(f"schedule {self.name}: {twice} stands twice in the order of one rank")
-        done: set[Action] = set()
-        at = [0] * self.ranks
-        moved = True
-        while moved:
-            moved = False
-            for rank, actions in enumerate(self.order):
-                while at[rank] < len(actions) and all(need in done for need in self.needs(actions[at[rank]])):
-                    done.add(actions[at[rank]])
-                    at[rank] += 1
-                    moved = True
-        stuck = []
+            front: dict[str, Action] = {}
+            left = set(actions)
+            too_early: list[Action] = []  # handed to a lane before the rank has made what they need: it stands still at them
+            for action in actions:
+                event, lane, needs = self.event(action), LANE_OF[action.kind], self.needs(action)
+                ahead = [front[name] for name in dict.fromkeys(("compute", lane)) if name in front] + too_early
+                mine = found.setdefault(event, [])
+                mine += [before for need in (*needs, *ahead) if (before := self.event(need)) != event]
+                front[lane] = action
+                left.discard(action)
+                if lane != "compute" and not left.isdisjoint(needs):
+                    too_early.append(action)
+        return {event: tuple(dict.fromkeys(before)) for event, before in found.items()}
+
+    def event(self, action: Action) -> Action:
+        """A receive's send; any other action itself."""
+        kind, stage, m = action
+        if kind == "RECV_F":
+            return Action("SEND_F", stage - 1, m)
+        if kind == "RECV_B":
+            return Action("SEND_B", stage + 1, m)
+        return action
+
+    @cached_property
+    def sequence(self) -> list[Action]:
+        """All events, each after what it waits for. Raises JobError saying who waits for whom where there is no such order."""
+        waits = self.waits
+        left = {event: len(before) for event, before in waits.items()}
+        after: dict[Action, list[Action]] = {}
+        for event, before in waits.items():
+            for earlier in before:
+                after.setdefault(earlier, []).append(event)
+        ready = [event for event, count in left.items() if not count]
+        for event in ready:  # grows while it is walked
+            for later in after.get(event, ()):
+                left[later] -= 1
+                if not left[later]:
+                    ready.append(later)
+        if len(ready) < len(waits):
+            raise JobError(f"schedule {self.name} never ends: {self._stuck(waits, set(ready))}")
+        return ready
+
+    def _stuck(self, waits: Mapping[Action, tuple[Action, ...]], done: set[Action]) -> str:
+        """Where each rank stands still, and the circle in which they wait for each other (or what is not in the schedule at all)."""
+        lines = []
         for rank, actions in enumerate(self.order):
-            if at[rank] < len(actions):
-                action = actions[at[rank]]
-                missing = [str(need) for need in self.needs(action) if need not in done]
-                stuck.append(f"rank {rank} waits at {action} for {', '.join(missing)}")
-        if stuck:
-            raise JobError(f"schedule {self.name} never ends: {'; '.join(stuck)}")
+            action = next((a for a in actions if self.event(a) not in done), None)
+            if action is not None:
+                missing = [str(before) for before in waits[self.event(action)] if before not in done]
+                lines.append(f"rank {rank} waits at {action} for {', '.join(missing)}")
+        here = next(event for event in waits if event not in done)
+        seen: dict[Action, int] = {}
+        while here in waits and here not in seen:
+            seen[here] = len(seen)
+            here = next(before for before in waits[here] if before not in done)
+        if here in seen:
+            circle = [str(event) for event in list(seen)[seen[here] :]]
+            lines.append(f"the circle: {' waits for '.join([*circle, circle[0]])}")
+        return "; ".join(lines)
+
+    def check(self) -> None:
+        """Prove that this is a whole step and that it ends: every action once, on the rank of its stage; every message sent and
+        received; no circle of waiting. Raises JobError saying what is wrong, or who waits for whom."""
+        for problem in self._wrong():
+            raise JobError(f"schedule {self.name}: {problem}")
+        _ = self.sequence
+
+    def _wrong(self) -> Iterator[str]:
+        at: dict[Action, int] = {}
+        for rank, actions in enumerate(self.order):
+            for action, times in Counter(actions).items():
+                if times > 1:
+                    yield f"{action} stands twice in the order of rank {rank}; write it once"
+                if action in at:
+                    yield f"{action} stands on ranks {at[action]} and {rank}; write it once, on rank {at[action]}"
+                at[action] = rank
+        wanted = set(self._whole())
+        for action in sorted(self._has - wanted, key=str):
+            if action.stage >= self.stages or (action.microbatch or 0) >= self.microbatches:
+                yield f"{action} is none of its {self.stages} stages and {self.microbatches} microbatches; take it out"
+            yield f"{action} has no place in it; take it out"
+        for action in sorted(wanted - self._has, key=str):
+            rank = self.rank_of[action.stage]
+            partner = next((a for a in self._has if self.event(a) == self.event(action)), None)
+            whose = f", so {partner} meets nobody" if partner else ""
+            yield f"{action} is missing{whose}; write it in the order of rank {rank}, which holds stage {action.stage}"
+        for action, rank in at.items():
+            if self.rank_of[action.stage] != rank:
+                yield f"{action} stands on rank {rank}, and rank {self.rank_of[action.stage]} holds stage {action.stage}; write it there"
+
+    def _whole(self) -> Iterator[Action]:
+        """Every action that a step of these stages and microbatches has, as far as its kinds are in this schedule: backwards whole
+        or in halves, messages or none, a step's end or none."""
+        kinds = {action.kind for action in self._has}
+        backward, messages = kinds & {"B", "I", "W", "REDUCE", "VOTE", "UPDATE"}, kinds & set(LANES["messages"])
+        for stage in range(self.stages):
+            for m in range(self.microbatches):
+                yield Action("F", stage, m)
+                if backward:
+                    halves = Action("I", stage, m) in self._has or Action("W", stage, m) in self._has
+                    yield from (Action(kind, stage, m) for kind in ("IW" if halves else "B"))
+            if messages and stage and self.rank_of[stage] != self.rank_of[stage - 1]:
+                for m in range(self.microbatches):
+                    yield from (Action("SEND_F", stage - 1, m), Action("RECV_F", stage, m))
+                    if backward:
+                        yield from (Action("SEND_B", stage, m), Action("RECV_B", stage - 1, m))
+        if kinds & {"REDUCE", "VOTE", "UPDATE"}:
+            yield from (Action("REDUCE", stage) for stage in range(self.stages))
+            yield from (Action(kind, min(self.stages_of(rank))) for rank in range(self.ranks) for kind in ("VOTE", "UPDATE"))
+        yield from (action for action in self._has if action.kind == "TIE")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in the order in which a microbatch meets them."""
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+    def peak(self, rank: int) -> int:
+        """The most (stage, microbatch) pairs whose activations the rank holds at a time: from F until B, or until W."""
+        held = most = 0
+        for action in self.order[rank]:
+            held += (action.kind == "F") - (action.kind in ("B", "W"))
+            most = max(most, held)
+        return most
+
+    def only(self, kinds: Iterable[str]) -> Schedule:
+        """The schedule with only these kinds of actions, in the same order: "F" is an evaluation's."""
+        kept = tuple(tuple(action for action in actions if action.kind in kinds) for actions in self.order)
+        return Schedule(self.name, self.stages, self.microbatches, self.rank_of, kept)

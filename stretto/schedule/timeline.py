@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stretto.schedule.action import Action, Schedule
+from stretto.schedule.action import LANE_OF, Action, Schedule
 
 
 class Span(NamedTuple):
@@ -43,8 +43,12 @@ class Timeline:
         return max((s.stop for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds in which `rank` ran an action."""
-        return sum(s.stop - s.start for s in self.spans if s.rank == rank)
+        """Seconds in which `rank` computed; messages and reductions run beside that."""
+        return sum(s.stop - s.start for s in self.spans if s.rank == rank and LANE_OF[s.action.kind] == "compute")
+
+    def bubble(self, rank: int) -> float:
+        """Seconds of the step in which `rank` did not compute."""
+        return self.seconds - self.busy(rank)
 
 
 def chrome_trace(steps: Mapping[int, Timeline]) -> str:
@@ -71,20 +75,20 @@ def _complete(name: str, category: str, rank: int, start: float, stop: float, or
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:
-    """When each action would run if it took `seconds(action)`: each rank goes through its order, waiting for what `needs` says."""
-    schedule.check()
-    stop: dict[Action, float] = {}
-    free = [0.0] * schedule.ranks
-    at = [0] * schedule.ranks
-    timeline = Timeline()
-    left = sum(len(actions) for actions in schedule.order)
-    while left:
-        for rank, actions in enumerate(schedule.order):
-            while at[rank] < len(actions) and all(need in stop for need in schedule.needs(actions[at[rank]])):
-                action = actions[at[rank]]
-                start = max([free[rank], *(stop[need] for need in schedule.needs(action))])
-                stop[action] = free[rank] = start + seconds(action)
-                timeline.spans.append(Span(rank, action, start, stop[action]))
-                at[rank] += 1
-                left -= 1
-    return timeline
+    """When each action would run if it took `seconds(action)`, in the lanes of its rank: as soon as what it waits for is over.
+
+    A message takes the longer of what its SEND and its RECV take, and is under way on both ranks at once. Spans stand rank by
+    rank in the order of the schedule. Raises JobError if the schedule never ends.
+    """
+    waits = schedule.waits
+    at: dict[Action, tuple[float, float]] = {}
+    cost: dict[Action, float] = {}
+    for actions in schedule.order:
+        for action in actions:
+            event = schedule.event(action)
+            cost[event] = max(cost.get(event, 0.0), seconds(action))
+    for event in schedule.sequence:
+        start = max((at[before][1] for before in waits[event]), default=0.0)
+        at[event] = start, start + cost[event]
+    spans = [Span(rank, action, *at[schedule.event(action)]) for rank, actions in enumerate(schedule.order) for action in actions]
+    return Timeline(spans=spans)
