@@ -228,7 +228,10 @@ class Pipeline(Section):
     schedule: Annotated[str, AfterValidator(_pipeline)] = Field(
         default="1f1b", description=f"order of microbatches over stages: {' '.join(PIPELINES)}, or file:PATH; one stage has but one order"
     )
-    chunks: Count = Field(default=1, description="stages a pipeline rank holds (interleaved)")
+    chunks: Count | None = Field(
+        default=None,
+        description="stages a pipeline rank holds, one after the other (auto: 2 in interleaved, bfs, zb-v and dualpipe-v, else 1)",
+    )
     split: Names = Field(default=(), description="first module of each later stage (empty: cut evenly by work)")
 
 

@@ -32,6 +32,7 @@ from stretto.parallel.parallelize import Cut, parallelize
 from stretto.parallel.precision import Precision
 from stretto.parallel.sharded import Fill
 from stretto.schedule.action import Action, Schedule
+from stretto.schedule.pipelines import pipeline
 from stretto.schedule.step import training_step
 
 #: The axes along which rows of a batch are shared.
@@ -150,7 +151,7 @@ class Engine:
             self._roll_call(mine, closing=False)
         self.now.microbatches = mine.microbatches(count) if mine is not None else [None] * count
         if count not in self._schedules:
-            self._schedules[count] = training_step(count)
+            self._schedules[count] = training_step(pipeline(self.job.pipeline.schedule, 1, count))
         return self._schedules[count]
 
     def forwards(self, rows: int) -> int:
@@ -409,7 +410,7 @@ class Engine:
         if self.counts_targets:
             self.now.expected = int(self.now.roll[0].item())
         self.now.microbatches = [None] * count
-        for action in training_step(count).order[0]:
+        for action in training_step(pipeline(self.job.pipeline.schedule, 1, count)).order[0]:
             self.do[action.kind](action)
         self._report()
 
