@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from stretto.errors import JobError, StrettoError
@@ -247,6 +248,64 @@ def _check(asked: argparse.Namespace) -> int:
     return 0
 
 
+# ------------------------------------------------------------------------------------------------------------------ draw
+
+
+class Picture(NamedTuple):
+    """One thing that `stretto draw` shows. draw: the words after its name, and --out, to the file that was written."""
+
+    summary: str
+    example: str
+    draw: Callable[[Sequence[str], str | None], Path]
+
+
+def _draw_options(parser: argparse.ArgumentParser) -> None:
+    wide = max(map(len, PICTURES))
+    kinds = [f"  {name:<{wide}}  {picture.summary}\n  {'':<{wide}}  {picture.example}" for name, picture in PICTURES.items()]
+    parser.usage = f"{parser.prog} WHAT [...] [--out FILE]"
+    parser.epilog = "\n".join(["what there is to draw, each with an example:", *kinds])
+    parser.add_argument("words", nargs="*", metavar="WHAT [...]", help="what to draw, and of what")
+    parser.add_argument("--out", metavar="FILE", help="a page (.html) or a picture alone (.svg)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout: the file")
+
+
+def _draw(asked: argparse.Namespace) -> int:
+    what, *words = asked.words or [""]
+    if what not in PICTURES:
+        from stretto.keys import nearest
+
+        wanted = f"{what!r} is nothing that can be drawn" if what else "draw what?"
+        raise JobError(f"{wanted}; there is {', '.join(PICTURES)}; write {PICTURES[nearest(what, PICTURES) or 'schedule'].example}")
+    file = PICTURES[what].draw(words, asked.out)
+    _print_json({"file": str(file)}) if asked.json else print(file)
+    return 0
+
+
+def _draw_schedule(words: Sequence[str], out: str | None) -> Path:
+    from stretto.draw.schedule import draw_schedule
+
+    job = _load(words)
+    return draw_schedule(job, Path(out or f"{job.name}-schedule.html"))
+
+
+def _draw_timeline(words: Sequence[str], out: str | None) -> Path:
+    from stretto.draw.schedule import draw_timeline
+
+    if len(words) != 1:
+        raise JobError(f"draw timeline takes one run folder, and {len(words)} were given; write {PICTURES['timeline'].example}")
+    return draw_timeline(Path(words[0]), Path(out or Path(words[0], "timeline.html")))
+
+
+PICTURES: Mapping[str, Picture] = {
+    "schedule": Picture(
+        "what each pipeline rank does when, foretold: who waits, and for how long",
+        "stretto draw schedule tiny pipeline=interleaved mesh='pp=4' batch.size=8 batch.micro_size=1",
+        _draw_schedule,
+    ),
+    "timeline": Picture("the same of a step of a run, as measured and as foretold", "stretto draw timeline runs/first", _draw_timeline),
+}
+
+
 # ------------------------------------------------------------------------------------------------------------ jobs, keys
 
 
@@ -324,7 +383,7 @@ VERBS: Mapping[str, Verb] = {
     "convert": Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _anything, None),
     "inspect": Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _anything, None),
     "export": Verb("another framework's configuration of a job", "stretto export tiny --to deepspeed", _anything, None),
-    "draw": Verb("mesh, schedule, timeline or memory as a picture", "stretto draw tiny", _anything, None),
+    "draw": Verb("a schedule or a run's timeline as a picture", PICTURES["schedule"].example, _draw_options, _draw),
     "jobs": Verb("the jobs that ship with stretto; with a name, that one as TOML", "stretto jobs tiny > my.toml", _jobs_options, _jobs),
     "keys": Verb("every key of a job with its default and unit", "stretto keys zero", _keys_options, _keys),
 }

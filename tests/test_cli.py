@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -53,7 +54,7 @@ def test_help_lists_every_verb_and_marks_those_to_come(call):
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     verbs = ["train", "check", "plan", "rehearse", "compare", "measure", "convert", "inspect", "export", "draw", "jobs", "keys"]
     assert code == 0 and list(VERBS) == verbs and set(verbs) <= set(lines)
-    assert [verb for verb in verbs if "not in this version yet" not in lines[verb]] == ["train", "check", "jobs", "keys"]
+    assert [verb for verb in verbs if "not in this version yet" not in lines[verb]] == ["train", "check", "draw", "jobs", "keys"]
 
 
 @pytest.mark.parametrize("verb", list(VERBS))
@@ -288,3 +289,27 @@ def test_python_m_stretto_is_the_same_command():
     found = stretto("jobs", "tiny")
     assert found.returncode == 0 and tomllib.loads(found.stdout)["name"] == "tiny"
     assert Path(cli.__file__).with_name("__main__.py").exists()
+
+
+# --- draw -----------------------------------------------------------------------------------------
+
+
+def test_draw_schedule_writes_a_page_and_names_it(call, tmp_path):
+    job = ("tiny", "pipeline=zb-v", "mesh=pp=2", "batch.micro_size=1")
+    code, out, _ = call("draw", "schedule", *job, "--out", f"{tmp_path}/a.html", "--json")
+    assert code == 0 and json.loads(out) == {"file": f"{tmp_path}/a.html"}
+    assert "zb-v: 2 pipeline ranks, 12 microbatches" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), r"draw what\?; there is schedule, timeline"),
+        (("shedule",), "'shedule' is nothing that can be drawn; .* write stretto draw schedule tiny"),
+        (("timeline",), "draw timeline takes one run folder, and 0 were given; write stretto draw timeline runs/first"),
+        (("timeline", "nowhere"), "nowhere is no run folder"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, words, says):
+    code, _, err = call("draw", *words)
+    assert code == 2 and re.search(says, err)

@@ -74,6 +74,21 @@ def _complete(name: str, category: str, rank: int, start: float, stop: float, or
     return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": rank, **times}
 
 
+def read_chrome_trace(text: str) -> dict[int, Timeline]:
+    """The timelines that `chrome_trace` wrote, by step; in seconds from the first start of all. Raises ValueError for other text."""
+    steps: dict[int, Timeline] = {}
+    now: dict[object, Timeline] = {}  # of each rank, the step that was begun last
+    for event in json.loads(text)["traceEvents"]:
+        if event["ph"] != "X":
+            continue
+        if event["cat"] == "step":
+            now[event["tid"]] = steps.setdefault(int(event["name"].removeprefix("step ")), Timeline())
+        else:
+            start = event["ts"] / 1e6
+            now[event["tid"]].spans.append(Span(event["tid"], Action.parse(event["name"]), start, start + event["dur"] / 1e6))
+    return steps
+
+
 def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> Timeline:
     """When each action would run if it took `seconds(action)`, in the lanes of its rank: as soon as what it waits for is over.
 

@@ -13,7 +13,7 @@ from stretto.errors import JobError
 from stretto.schedule.action import KINDS, LANE_OF, Action, Schedule
 from stretto.schedule.pipelines import pipeline
 from stretto.schedule.step import training_step
-from stretto.schedule.timeline import Span, Timeline, chrome_trace, simulate
+from stretto.schedule.timeline import Span, Timeline, chrome_trace, read_chrome_trace, simulate
 
 SECONDS = {"F": 1.0, "B": 2.0}
 
@@ -130,3 +130,17 @@ def test_a_schedule_that_never_ends_is_not_simulated() -> None:
     schedule = Schedule("spoilt", 1, 1, (0,), ((Action("B", 0, 0), Action("F", 0, 0)),))
     with pytest.raises(JobError, match="rank 0 waits at 0B0 for 0F0; the circle"):
         simulate(schedule, lambda action: 1.0)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 999)), min_size=1, max_size=9))
+def test_a_chrome_trace_reads_back_as_the_timelines_it_was_written_from(drawn: list[tuple[int, str, int, int]]) -> None:
+    spans = [Span(rank, Action(kind, rank, 0), start / 64, (start + length) / 64) for rank, kind, start, length in drawn]
+    first, second = Timeline(spans=spans), Timeline(spans=[s._replace(start=s.start + 99, stop=s.stop + 99) for s in spans])
+    read = read_chrome_trace(chrome_trace({7: first, 8: second}))
+    origin = min(span.start for span in spans)
+    for step, written in ((7, first), (8, second)):
+        told = sorted((rank, action, start + origin, stop + origin) for rank, action, start, stop in read[step].spans)
+        for mine, truth in zip(told, sorted(tuple(span) for span in written.spans), strict=True):
+            assert mine[:2] == truth[:2]
+            assert mine[2:] == pytest.approx(truth[2:])
