@@ -86,7 +86,8 @@ def test_bubbles_and_activations_are_those_of_the_formulas(name: str, v: int, p:
 @pytest.mark.parametrize("p", range(2, 17))
 def test_bubbles_and_activations_of_every_size(name: str, v: int, p: int) -> None:
     for m in range(TRUTHS[name, v].least(p), 8 * p + 1):
-        hold(name, v, p, m)
+        if p <= 8 or m % p in (0, 1, p - 1):  # of many ranks those next to their multiples: a schedule has thousands of actions
+            hold(name, v, p, m)
 
 
 @pytest.mark.parametrize(
