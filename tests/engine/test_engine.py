@@ -180,24 +180,49 @@ def test_every_other_key_of_a_batch_is_cut_by_rows_and_reaches_forward_by_name()
     agree(job(2, 1, **{"batch.micro_size": 2}), 2, model, batches, loss)
 
 
-def test_a_cnn_with_a_loss_of_its_own_gives_the_step_of_one_process():
-    model = seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)
+class Cnn(nn.Module):
+    """A classifier of 7 x 7 images: two blocks of convolution and GroupNorm, a mean over the image, a linear head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(2, o), nn.ReLU()) for i, o in ((1, 4), (4, 6))
         )
-    )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+CNN_GRID = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3), (None, 1, 2), ("none", "full", "selective"), (0.0, 1.0)))
+
+
+def cnn_cell(ranks, zero, micro, recompute, clip):
     draw = torch.Generator().manual_seed(0)
     batches = [{"x": torch.randn(12, 1, 7, 7, generator=draw).double(), "y": torch.randint(0, 3, (12,), generator=draw)} for _ in range(3)]
-    for zero, ranks in ((0, 2), (1, 3), (2, 2), (3, 4)):
-        agree(
-            job(ranks, zero, **{"batch.micro_size": 1}),
-            ranks,
-            model,
-            batches,
-            lambda m, b: (F.cross_entropy(m(b["x"]), b["y"], reduction="sum"), len(b["y"])),
-            forward=lambda m, b: m(b["x"]),
-            loss=lambda out, b: (F.cross_entropy(out, b["y"], reduction="sum"), len(b["y"])),
-        )
+    agree(
+        job(ranks, zero, recompute=recompute, clip=clip, **{"batch.micro_size": micro}),
+        ranks,
+        seeded(Cnn),
+        batches,
+        lambda m, b: (F.cross_entropy(m(b["x"]), b["y"], reduction="sum"), len(b["y"])),
+        clip=clip,
+        forward=lambda m, b: m(b["x"]),
+        loss=lambda out, b: (F.cross_entropy(out, b["y"], reduction="sum"), len(b["y"])),
+    )
+
+
+@pytest.mark.parametrize("number", range(0, len(CNN_GRID), 23))
+def test_a_cnn_with_a_loss_of_its_own_gives_the_step_of_one_process(number):
+    cnn_cell(*CNN_GRID[number])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("values", CNN_GRID)
+def test_a_cnn_with_a_loss_of_its_own_gives_the_step_of_one_process_everywhere(values):
+    cnn_cell(*values)
 
 
 def test_batch_norm_is_refused_by_name_on_more_than_one_rank():
