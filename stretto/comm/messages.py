@@ -15,12 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stretto.comm.combine import check, combine
 from stretto.errors import PeerLost
 
 #: Elements of one message: small enough that what arrived is still in cache when it is added, large enough to amortise a message.
 CHUNK = 1 << 18
 #: Messages of one peer that may be under way to a buffer of ours.
 WINDOW = 3
+#: Added to the channel of a message that is no part of a collective.
+DIRECT = 1 << 20
 #: Up to this many elements, those of all ranks together, an all-reduce sends everything to everybody: one round instead of two.
 SMALL = 1 << 10
 
@@ -64,25 +67,32 @@ class Work:
             self._error = error  # whoever waits again must not take it for done
             raise
 
+    def result(self) -> None:
+        """The same as `wait`: what has been sent nobody reads where it lay."""
+        self.wait()
+
 
 class Messages:
     """A Transport over some Mail."""
 
-    def __init__(self, mail: Mail, rank: int) -> None:
-        self.mail, self.rank, self.name = mail, rank, mail.name
+    def __init__(self, mail: Mail, rank: int, device: torch.device | str = "cpu") -> None:
+        self.mail, self.rank, self.name, self.device = mail, rank, mail.name, device
         self._lanes: dict[int, _Lane] = {}
 
-    def reduce_scatter(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool) -> Work:
-        """Sum of everybody's x; my slice [bounds[i], bounds[i+1]) of it is written to, or added to, `into`.
+    def reduce_scatter(
+        self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool, op: str = "sum"
+    ) -> Work:
+        """Everybody's x combined; my slice [bounds[i], bounds[i+1]) of it is written to, or added to, `into`.
 
         x: flat. `into` may be that slice of x itself. The other slices of x are left as they were.
         """
+        check(x, op)
         work, index = Work(), list(ranks).index(self.rank)
         for peer, rank in enumerate(ranks):
             if peer != index:
                 work._handles += [self.mail.send(c, rank, channel) for c in _chunks(x, bounds, peer)]
         own = x[bounds[index] : bounds[index + 1]]
-        self._later(channel, work, len(ranks), lambda: self._sum(own, ranks, index, channel, into, accumulate))
+        self._later(channel, work, len(ranks), lambda: self._combine(own, ranks, index, channel, into, accumulate, op))
         return work
 
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Work:
@@ -93,12 +103,13 @@ class Messages:
         return work
 
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Work:
-        """Everybody's x, added (or the largest), in place and bit for bit the same on all ranks. x: flat."""
+        """Everybody's x combined (op: sum, avg, max, min), in place and bit for bit the same on all ranks. x: flat."""
+        check(x, op)
         work, n, index = Work(), len(ranks), list(ranks).index(self.rank)
-        if x.numel() * n <= SMALL or op != "sum":
+        if x.numel() * n <= SMALL:
             mine = x.clone()  # x is overwritten while slower peers may still be served
             work._handles = [self.mail.send(mine, rank, channel) for rank in ranks if rank != self.rank]
-            self._later(channel, work, n, lambda: self._combine(x, mine, ranks, channel, op))
+            self._later(channel, work, n, lambda: self._combine_all(x, mine, ranks, channel, op))
             return work
         bounds = [x.numel() * i // n for i in range(n + 1)]
         for peer, rank in enumerate(ranks):
@@ -108,7 +119,7 @@ class Messages:
 
         def both() -> None:
             # A slice of x that I still send cannot be overwritten by its finished sum: its owner sums only what it has received.
-            self._sum(own, ranks, index, channel, own, accumulate=False)
+            self._combine(own, ranks, index, channel, own, False, op)
             self._give(x, bounds, ranks, channel + 1, work)
             self._take(x, bounds, ranks, channel + 1, work)
 
@@ -125,6 +136,31 @@ class Messages:
             self._in_turn(channel, work, lambda: work._handles.extend(self.mail.receive(c, source, channel) for c in x.split(CHUNK)))
         return work
 
+    def send(self, x: Tensor, to: int, channel: int) -> Work:
+        """x to rank `to`, which must `receive` on the same channel; messages of one pair and channel arrive in order. x: flat."""
+        work = Work()
+        work._handles = [self.mail.send(c, to, channel + DIRECT) for c in _chunks(x, (0, x.numel()), 0)]
+        work.finish()
+        return work
+
+    def receive(self, x: Tensor, source: int, channel: int) -> Work:
+        """The next message of rank `source` on this channel, into x. x: flat."""
+        work = Work()
+        work._handles = [self.mail.receive(c, source, channel + DIRECT) for c in _chunks(x, (0, x.numel()), 0)]
+        work.finish()
+        return work
+
+    def own(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> Tensor:
+        """Zeros; where ranks only send messages, no memory is better than another."""
+        return torch.zeros(elements, dtype=dtype, device=self.device)
+
+    def common(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> Tensor | None:
+        """None: ranks that only send messages have no memory in common."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _give(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, work: Work) -> None:
         """Send everybody my slice."""
         mine = _chunks(x, bounds, list(ranks).index(self.rank))
@@ -136,8 +172,8 @@ class Messages:
             if rank != self.rank:
                 work._handles += [self.mail.receive(c, rank, channel) for c in _chunks(x, bounds, peer)]
 
-    def _sum(self, own: Tensor, ranks: Sequence[int], index: int, channel: int, into: Tensor, accumulate: bool) -> None:
-        """Add my slice of everybody's buffer, chunk by chunk and in rank order."""
+    def _combine(self, own: Tensor, ranks: Sequence[int], index: int, channel: int, into: Tensor, accumulate: bool, op: str) -> None:
+        """Combine my slice of everybody's buffer, chunk by chunk and in rank order."""
         peers = [rank for rank in ranks if rank != self.rank]
         mine, out = own.split(CHUNK), into.split(CHUNK)
         scratch = [[torch.empty_like(mine[0]) for _ in peers] for _ in range(min(WINDOW, len(mine)))] if own.numel() else []
@@ -147,20 +183,18 @@ class Messages:
                 continue
             _wait(arriving[i])
             buffers = [b[: chunk.numel()] for b in scratch[i % len(scratch)]]
-            _add_in_order([*buffers[:index], chunk, *buffers[index:]], target, accumulate)
+            combine([*buffers[:index], chunk, *buffers[index:]], target, op, accumulate)
             if i + len(scratch) < len(mine):
                 arriving.append(self._post(scratch[i % len(scratch)], mine[i + len(scratch)], peers, channel))
 
     def _post(self, buffers: list[Tensor], chunk: Tensor, peers: list[int], channel: int) -> list[Handle]:
         return [self.mail.receive(b[: chunk.numel()], peer, channel) for b, peer in zip(buffers, peers, strict=True)]
 
-    def _combine(self, x: Tensor, mine: Tensor, ranks: Sequence[int], channel: int, op: str) -> None:
+    def _combine_all(self, x: Tensor, mine: Tensor, ranks: Sequence[int], channel: int, op: str) -> None:
+        """Combine the whole of everybody's buffer."""
         parts = [mine if rank == self.rank else torch.empty_like(x) for rank in ranks]
         _wait([self.mail.receive(p, rank, channel) for p, rank in zip(parts, ranks, strict=True) if rank != self.rank])
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total = total + part if op == "sum" else torch.maximum(total, part)
-        x.copy_(total)
+        combine(parts, x, op)
 
     def _in_turn(self, channel: int, work: Work, post: Callable[[], None]) -> None:
         """Post receives after those of the channel's earlier collectives: now, or in its lane, which posts those of sums."""
@@ -210,19 +244,6 @@ def _run_lane(jobs: queue.SimpleQueue[tuple[Callable[[], None], Work] | None]) -
 def _chunks(x: Tensor, bounds: Sequence[int], part: int) -> tuple[Tensor, ...]:
     piece = x[bounds[part] : bounds[part + 1]]
     return piece.split(CHUNK) if piece.numel() else ()
-
-
-def _add_in_order(parts: list[Tensor], target: Tensor, accumulate: bool) -> None:
-    """target = (or +=) parts[0] + parts[1] + ..., added in this order. target may share memory with one of the parts."""
-    total = parts[0]
-    for part in parts[1:-1]:
-        total = total + part
-    if accumulate:
-        target.add_(total + parts[-1] if len(parts) > 1 else total)
-    elif len(parts) > 1:
-        torch.add(total, parts[-1], out=target)
-    elif target.data_ptr() != total.data_ptr():
-        target.copy_(total)
 
 
 def _wait(handles: Sequence[Handle]) -> None:

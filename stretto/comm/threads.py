@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from stretto.comm.messages import Messages
-from stretto.comm.transport import World
+from stretto.comm.transport import Transport, World
 from stretto.errors import Mismatch, PeerLost
 
 T = TypeVar("T")
@@ -96,8 +96,18 @@ class ThreadMail:
         return _Arriving(self.office, (source, self.rank, channel), x)
 
 
-def run_threads(fn: Callable[[World], T], ranks: int, *, delay: float = 0.0, office: Office | None = None) -> list[T]:
-    """fn(world) on `ranks` threads at once; their results in rank order. The first failure is raised, after all have ended."""
+def run_threads(
+    fn: Callable[[World], T],
+    ranks: int,
+    *,
+    delay: float = 0.0,
+    office: Office | None = None,
+    transport: Callable[[int, int, Store], Transport] | None = None,
+) -> list[T]:
+    """fn(world) on `ranks` threads at once; their results in rank order. The first failure is raised, after all have ended.
+
+    transport(rank, ranks, store): made in each thread instead of messages through an office.
+    """
     office = office or Office(delay=delay)
     results: list[T | None] = [None] * ranks
     errors: list[BaseException] = []
@@ -105,12 +115,16 @@ def run_threads(fn: Callable[[World], T], ranks: int, *, delay: float = 0.0, off
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
-        world = World(rank, ranks, rank, torch.device("cpu"), Messages(ThreadMail(office, rank), rank), store)
+        over: Transport | None = None
         try:
-            results[rank] = fn(world)
+            over = transport(rank, ranks, store) if transport else Messages(ThreadMail(office, rank), rank)
+            results[rank] = fn(World(rank, ranks, rank, torch.device("cpu"), over, store))
         except BaseException as error:
             errors.append(error)
             office.close()
+        finally:
+            if over is not None:
+                over.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:

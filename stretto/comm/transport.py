@@ -19,16 +19,21 @@ from stretto.errors import JobError, PeerLost
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective or message under way."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Until the result is there and the tensors handed in may be written again."""
+
+    def result(self) -> None:
+        """Until the result is there. Peers may still read what was handed in: call `wait` before writing it."""
 
 
 class Transport(Protocol):
-    """Collectives on flat tensors among `ranks` (global numbers, the caller among them).
+    """Collectives and messages of flat tensors among `ranks` (global numbers, the caller among them).
 
-    `channel` keeps collectives apart that different callers issue in different orders: within one channel all ranks of a
-    group must issue the same collectives in the same order. Channels are even numbers; channel + 1 belongs to the same caller.
+    `channel` keeps apart what different callers issue in different orders: within one channel all ranks of a group must issue
+    the same collectives in the same order, and sender and receiver the same messages. Channels are even numbers; channel + 1
+    belongs to the same caller. op: sum, avg, max or min. Sums are taken in the order of `ranks`.
     """
 
     name: str
@@ -36,12 +41,32 @@ class Transport(Protocol):
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Pending: ...
 
     def reduce_scatter(
-        self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool
+        self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool, op: str = "sum"
     ) -> Pending: ...
 
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Pending: ...
 
     def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Pending: ...
+
+    def send(self, x: Tensor, to: int, channel: int) -> Pending: ...
+
+    def receive(self, x: Tensor, source: int, channel: int) -> Pending: ...
+
+    def own(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> Tensor:
+        """Zeros of mine for collectives of these ranks: where they can read each other's memory, nothing is copied on the way.
+
+        Collective, as `common`: all ranks ask for the same, in the same order.
+        """
+        ...
+
+    def common(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> Tensor | None:
+        """Zeros that all these ranks share, so that to write a slice is to gather it; None where they cannot.
+
+        Nothing keeps a rank from writing what others still read, but for the collectives that its caller puts between.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -89,8 +114,8 @@ class World:
         if kind == "nccl":
             from stretto.comm.native import Native
 
-            return World(rank, size, local_rank, where, Native(rank, step_timeout), store, not given)
-        return World(rank, size, local_rank, where, Messages(GlooMail(), rank), store, not given)
+            return World(rank, size, local_rank, where, Native(rank, where, step_timeout), store, not given)
+        return World(rank, size, local_rank, where, Messages(GlooMail(), rank, where), store, not given)
 
     def first(self, name: str) -> bool:
         """Whether no rank has asked for `name` before: of all callers exactly one gets True. Not collective.
