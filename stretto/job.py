@@ -251,9 +251,11 @@ class Job(Section):
         check_mesh(mesh, self.model, self.batch.size, ranks)
         check_rows(self.batch, mesh)
         check_profile(self.profile, mesh, self.total_steps())
-        transport = "nccl" if chosen == "cuda" else "gloo"
         if self.comm.transport == "nccl" and chosen == "cpu":
-            raise JobError('comm.transport="nccl" needs GPUs, and the job runs on the CPU; write comm.transport="gloo"')
+            raise JobError('comm.transport="nccl" needs GPUs, and the job runs on the CPU; write comm.transport="auto"')
+        if self.comm.transport == "shm" and chosen == "cuda":
+            raise JobError('comm.transport="shm" is for CPUs, and the job runs on GPUs; write comm.transport="nccl", or device="cpu"')
+        transport = "nccl" if chosen == "cuda" else "auto"  # on CPUs the ranks choose, once they know who shares a machine
         compute: Dtype = self.precision.compute or ("bf16" if chosen == "cuda" else "fp32")
         master: Dtype = self.precision.master or ("fp64" if compute == "fp64" else "fp32")
         return self.with_(

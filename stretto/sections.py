@@ -311,8 +311,9 @@ class Profile(Section):
 
 class Comm(Section):
     main: ClassVar[str] = "transport"
-    transport: Literal["auto", "nccl", "gloo"] = Field(
-        default="auto", description="what carries messages between ranks (auto: nccl on GPUs, gloo on CPUs)"
+    transport: Literal["auto", "nccl", "gloo", "shm"] = Field(
+        default="auto",
+        description="what carries messages between ranks (auto: nccl on GPUs; on CPUs shared memory inside a machine, else gloo)",
     )
     init_timeout: Positive = Field(default=120.0, description="seconds to wait for all ranks to meet at the start")
     step_timeout: Positive = Field(default=600.0, description="seconds a collective may wait for another rank before it counts as lost")

@@ -447,7 +447,7 @@ def test_resolve_fills_in_what_the_machine_says(
     assert (job.mesh, job.device, job.precision.compute) == (mesh, chosen, compute)
     wide = "fp64" if compute == "fp64" else "fp32"
     assert (job.precision.master, job.precision.reduce) == (wide, wide)
-    assert job.comm.transport == ("nccl" if chosen == "cuda" else "gloo")
+    assert job.comm.transport == ("nccl" if chosen == "cuda" else "auto")
 
 
 @pytest.mark.parametrize(("stage", "when"), [(0, "end"), (1, "end"), (2, "each"), (3, "each")])
@@ -484,6 +484,7 @@ def test_what_was_asked_of_precision_is_kept() -> None:
         (["device=cuda"], {}, 'device="cuda": no GPU is visible here; write device="cpu"'),
         (["device=cuda"], {"device": "cuda", "visible": 1}, 'needs 2 GPUs, and 1 are visible; write mesh="dp=1", or device="cpu"'),
         (["comm.transport=nccl"], {}, 'comm.transport="nccl" needs GPUs'),
+        (["comm.transport=shm"], {"device": "cuda", "visible": 2}, 'comm.transport="shm" is for CPUs, and the job runs on GPUs; write'),
         (["precision.master=bf16"], {}, 'precision.master="bf16" is narrower than precision.compute="fp32"'),
     ],
 )  # fmt: skip

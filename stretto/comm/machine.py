@@ -13,7 +13,8 @@ import os
 import platform
 import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ class Machine:
                 why = f"memory of rank {peer} cannot be mapped: {error}"
             except Unavailable as error:
                 why = str(error)
-        whys = _exchange(store, "why", rank, size, why)
+        whys = _exchange(store, "why", rank, size, why, machine.gone if machine is not None else None)
         if descriptor >= 0:
             os.close(descriptor)  # only now: whoever could map it has
         first = next(((peer, text) for peer, text in enumerate(whys) if text), None)
@@ -131,7 +132,9 @@ class Machine:
         raise Unavailable(f"rank {first[0]}: {first[1]}")
 
     def gone(self, rank: int) -> bool:
-        """Whether the process of this rank has ended."""
+        """Whether the process of this rank has ended; of ranks on other machines nobody here knows."""
+        if rank not in self._ends:
+            return False
         poll = select.poll()
         poll.register(self._ends[rank], select.POLLIN)
         return bool(poll.poll(0))
@@ -181,7 +184,17 @@ def _place() -> str:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
 
 
-def _exchange(store: Store, name: str, rank: int, size: int, text: str) -> list[str]:
-    """Every rank's text, in rank order."""
+def _exchange(store: Store, name: str, rank: int, size: int, text: str, gone: Callable[[int], bool] | None = None) -> list[str]:
+    """Every rank's text, in rank order. gone: whether a rank that has not told can still do so. Raises PeerLost."""
     store.set(f"{name}/{rank}", text)
-    return [bytes(store.get(f"{name}/{peer}")).decode() for peer in range(size)]
+    found = []
+    for peer in range(size):
+        try:
+            while gone is not None and not store.check([f"{name}/{peer}"]):
+                if gone(peer):
+                    raise PeerLost(f"rank {peer} is gone: its process ended while the ranks met")
+                time.sleep(1e-3)
+            found.append(bytes(store.get(f"{name}/{peer}")).decode())
+        except RuntimeError as error:
+            raise PeerLost(f"rank {peer} did not come to where the ranks meet: {str(error).splitlines()[0]}") from error
+    return found

@@ -333,11 +333,11 @@ class SharedMemory:
         with self._lock:
             line = work.line
             late = line.behind(work.need if work.done else self._queues[line][0].need)
-            for rank in late:
-                if self.machine.gone(rank):
-                    self._give_up(work, f"rank {rank} is gone: its process {self.machine.pids[rank]} has ended")
-                elif line.has_left(rank):
-                    self._give_up(work, f"rank {rank} has left, and rank {self.rank} still waits for it")
+            if any(line.has_left(rank) or self.machine.gone(rank) for rank in late):
+                lost = [rank for rank in line.ranks if self.machine.gone(rank) and not line.has_left(rank)]
+                if lost:  # a rank that has left had lost another before: of all, name one that went without a word
+                    return self._give_up(work, f"rank {lost[0]} is gone: its process {self.machine.pids[lost[0]]} has ended")
+                return self._give_up(work, f"rank {late[0]} has left, and rank {self.rank} still waits for it")
             if late and waited > self.timeout:
                 self._give_up(work, f"rank {', '.join(map(str, late))} did not come to {line.name} within {self.timeout:g} s")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from stretto.comm.environment import Seat, meeting_point, seat
+from stretto.comm.machine import Machine, Unavailable
 from stretto.comm.messages import Handle, Messages
 from stretto.errors import JobError, PeerLost
 
@@ -73,7 +74,8 @@ class Transport(Protocol):
 class World:
     """All ranks of the job, seen from one of them.
 
-    store: names and values that all of them see. made_group: whether torch's process group is this world's own to end.
+    store: names and values that all of them see. made_group, made_transport: whether torch's process group and the transport are
+    this world's own to end. why: what kept the transport from being a better one.
     """
 
     rank: int
@@ -83,6 +85,8 @@ class World:
     transport: Transport
     store: Store
     made_group: bool = False
+    made_transport: bool = False
+    why: str = ""
 
     @staticmethod
     def alone(device: str = "auto") -> World:
@@ -103,19 +107,30 @@ class World:
             return World.alone(device)
         rank, size, local_rank = here
         where = _device(device, local_rank)
-        kind = transport if transport != "auto" else ("nccl" if where.type == "cuda" else "gloo")
-        if kind == "nccl" and where.type != "cuda":
-            raise JobError("comm.transport=nccl needs GPUs and device=cuda; write comm.transport=gloo for ranks on CPUs")
+        if transport == "nccl" and where.type != "cuda":
+            raise JobError("comm.transport=nccl needs GPUs and device=cuda; write comm.transport=auto for ranks on CPUs")
+        if transport == "shm" and where.type != "cpu":
+            raise JobError("comm.transport=shm is for ranks on CPUs, and these have GPUs; write comm.transport=nccl, or device=cpu")
         if where.type == "cuda":
             torch.cuda.set_device(where)
+        backend = "nccl" if where.type == "cuda" and transport != "gloo" else "gloo"
         # torch hands out the store of a group that somebody else made in no other way
-        store = dist.distributed_c10d._get_default_store() if given else _meet(kind, rank, size, init_timeout, step_timeout)
+        store = dist.distributed_c10d._get_default_store() if given else _meet(backend, rank, size, init_timeout, step_timeout)
         store = PrefixStore("stretto/world", store)
-        if kind == "nccl":
+        if backend == "nccl":
             from stretto.comm.native import Native
 
-            return World(rank, size, local_rank, where, Native(rank, where, step_timeout), store, not given)
-        return World(rank, size, local_rank, where, Messages(GlooMail(), rank, where), store, not given)
+            return World(rank, size, local_rank, where, Native(rank, where, step_timeout), store, not given, True)
+        carrier: Transport = Messages(GlooMail(), rank, where)
+        why = ""
+        if where.type == "cpu" and transport in ("auto", "shm"):
+            try:
+                carrier = _shared(rank, size, store, step_timeout)
+            except Unavailable as error:
+                if transport == "shm":
+                    raise JobError(f"comm.transport=shm: {error}; write comm.transport=gloo") from error
+                why = str(error)
+        return World(rank, size, local_rank, where, carrier, store, not given, True, why)
 
     def first(self, name: str) -> bool:
         """Whether no rank has asked for `name` before: of all callers exactly one gets True. Not collective.
@@ -128,10 +143,12 @@ class World:
         """The first `size` ranks as a world of their own; only they may use it."""
         if self.rank >= size:
             raise ValueError(f"rank {self.rank} is not among the first {size}")
-        return replace(self, size=size, made_group=False)
+        return replace(self, size=size, made_group=False, made_transport=False)
 
     def close(self) -> None:
-        """Leave the process group, if this world made it."""
+        """Leave the other ranks, and the process group if this world made it."""
+        if self.made_transport:
+            self.transport.close()
         if self.made_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -178,6 +195,17 @@ def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: fl
         return started
     except (dist.DistError, RuntimeError) as error:
         raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
+
+
+def _shared(rank: int, size: int, store: Store, timeout: float) -> Transport:
+    """Shared memory, where all ranks are on one machine. Raises Unavailable on every rank if it cannot be had on one."""
+    from stretto.comm.shm import SharedMemory
+
+    machine = Machine.meet(rank, size, store)
+    if len(machine.machines) > 1:
+        machine.close()
+        raise Unavailable(f"the ranks are on {len(machine.machines)} machines, and shared memory reaches over one")
+    return SharedMemory(machine, timeout)
 
 
 def _posted(work: Handle | None) -> Handle:

@@ -179,7 +179,8 @@ def _sample(when: str, engine: Engine, prompt: list[int], emit: Emit) -> None:
 
 
 def _where(world: World) -> str:
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.transport.name}"
+    why = f" ({world.why})" if world.why else ""
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.transport.name}{why}"
     return f"{ranks} on {world.device.type}"
 
 

@@ -6,12 +6,15 @@ import copy
 import statistics
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from truth import small, tokens
 
+from stretto.comm.messages import Messages
 from stretto.comm.threads import Office, run_threads
+from stretto.comm.transport import GlooMail
 from stretto.engine.engine import Engine
 from stretto.job import Job
 from stretto.layout.mesh import Mesh
@@ -143,6 +146,7 @@ def test_gloos_connections_carry_what_the_ledger_says(pool, stage):
     """By the kernel's own count, over loopback; gloo adds a header of some dozen bytes to each message of up to a megabyte."""
 
     def rank(world):
+        world = replace(world, transport=Messages(GlooMail(), world.rank))
         engine = Engine(library.load("tiny"), job("dp=2", stage, "each" if stage > 1 else "end", "microbatch"), world)
         engine.step(tokens(1, 12)[0])
         before = sent_by_sockets()
