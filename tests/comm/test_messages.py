@@ -62,7 +62,7 @@ def cases(n: int) -> list[tuple[int, torch.dtype]]:
 
 
 @pytest.mark.parametrize("n", range(1, 6))
-@pytest.mark.parametrize(("name", "op"), [("sum", torch.add), ("max", torch.maximum)])
+@pytest.mark.parametrize(("name", "op"), [("sum", torch.add), ("max", torch.maximum), ("min", torch.minimum)])
 def test_all_reduce_combines_in_rank_order_on_every_rank(n: int, name: str, op: Callable[[Tensor, Tensor], Tensor]) -> None:
     inputs = [[values(rank, *case) for rank in range(n)] for case in cases(n) if name == "sum" or n == 2 or case[0] != BIG]
 
@@ -140,6 +140,48 @@ def test_broadcast_gives_the_source_to_all(size: int, source: int) -> None:
         return x
 
     assert all(torch.equal(x, values(source, size, torch.bfloat16)) for x in run_threads(rank, 3))
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK + 1])
+def test_messages_arrive_in_the_order_sent_and_apart_from_collectives(size: int) -> None:
+    """A ring of three: each rank sends on two channels, has a collective under way on one of them, and receives in another order."""
+
+    def rank(world: World) -> None:
+        to, source = (world.rank + 1) % 3, (world.rank - 1) % 3
+        works = [world.transport.send(values(10 * world.rank + i, size, torch.float32), to, i % 2 * 2) for i in range(4)]
+        total = torch.full((size,), float(world.rank))
+        works.append(world.transport.all_reduce(total, range(3), 2))
+        for i in (1, 3, 0, 2):
+            x = torch.zeros(size)
+            world.transport.receive(x, source, i % 2 * 2).wait()
+            assert torch.equal(x, values(10 * source + i, size, torch.float32))
+        for work in works:
+            work.wait()
+        assert torch.equal(total, torch.full((size,), 3.0))
+
+    run_threads(rank, 3)
+
+
+@pytest.mark.parametrize("size", [3, SMALL + 1])
+def test_an_average_is_the_sum_over_the_number_of_ranks(size: int) -> None:
+    def rank(world: World) -> None:
+        x, bounds = values(world.rank, size, torch.float32), even(size, 3)
+        own = slice(bounds[world.rank], bounds[world.rank + 1])
+        into = torch.ones_like(x[own])
+        world.transport.reduce_scatter(x, bounds, range(3), 0, into, True, "avg").wait()
+        world.transport.all_reduce(x, range(3), 0, "avg").wait()
+        assert torch.equal(x, in_rank_order([values(rank, size, torch.float32) for rank in range(3)]) / 3)
+        assert torch.equal(into, 1 + x[own])
+
+    run_threads(rank, 3)
+    with pytest.raises(ValueError, match="use sum"):
+        World.alone("cpu").transport.all_reduce(torch.ones(2, dtype=torch.int32), (0,), 0, "avg")
+
+
+def test_messages_alone_give_memory_that_is_like_any_other() -> None:
+    transport = World.alone("cpu").transport
+    assert transport.own(3, torch.bfloat16, (0,)).tolist() == [0, 0, 0]
+    assert transport.common(3, torch.bfloat16, (0,)) is None
 
 
 @pytest.mark.parametrize("n", range(2, 6))
