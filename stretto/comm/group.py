@@ -93,6 +93,17 @@ class Group:
         self._write("broadcast", x, reason)
         return self.world.transport.broadcast(x, self.ranks, self.ranks[source], self._channel(lane))
 
+    def own(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Zeros of this rank that collectives of this group read where they lie, if the transport can. Collective."""
+        return self._private(elements, dtype) if self.size == 1 else self.world.transport.own(elements, dtype, self.ranks)
+
+    def common(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+        """Zeros that all ranks of this group share, so that to write a slice is to gather it; None where they cannot. Collective."""
+        return self._private(elements, dtype) if self.size == 1 else self.world.transport.common(elements, dtype, self.ranks)
+
+    def _private(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(elements, dtype=dtype, device=self.world.device)
+
     def objects(self, value: Any, *, reason: str) -> list[Any]:
         """Every member's picklable value, in group order. For rare, small things: reports, plans, agreement."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.world.device)

@@ -273,6 +273,7 @@ class Engine:
         multiplier = self._after() * (min(1.0, clip / (self.now.grad_norm + 1e-6)) if clip else 1.0)
         trainable = [group for group in self.parallel.groups if group.trainable]
         for group in trainable:
+            group.release()  # after the vote nobody reads any more: no wait
             if multiplier != 1.0:
                 group.update_gradient().mul_(multiplier)
             group.attach_gradients()

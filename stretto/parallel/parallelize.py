@@ -74,7 +74,7 @@ def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Le
     replicas = Group(world, mesh, REPLICATE_AXES, ledger)
     summed = shard if cut.policy.reduction == "reduce_scatter" else Group(world, mesh, REPLICATE_AXES + SHARD_AXES, ledger)
     stops = [Stop(i, unit, _groups(unit, cut, summed, replicas)) for i, unit in enumerate(units)]
-    rooms = _assign_rooms(stops, cut, world.device)
+    rooms = _assign_rooms(stops, cut)
     for stop in stops:
         for group in stop.groups:
             group.allocate(initial)
@@ -106,14 +106,14 @@ def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group) -> list[Sharded
     return groups
 
 
-def _assign_rooms(stops: Sequence[Stop], cut: Cut, device: torch.device) -> tuple[Room, ...]:
+def _assign_rooms(stops: Sequence[Stop], cut: Cut) -> tuple[Room, ...]:
     """Give regular units shared slots for whole parameters and gradient buckets, in turn; the others have memory of their own."""
     regular = [stop for stop in stops if stop.unit.regular]
     rooms: list[Room] = []
 
     def room(members: list[tuple[int, ShardedGroup]], dtype: torch.dtype, attribute: str) -> None:
         if members:
-            made = Room(max(group.plan.total for _, group in members), SLOTS, dtype, device)
+            made = Room(max(group.plan.total for _, group in members), SLOTS, dtype, members[0][1].group)
             rooms.append(made)
             for position, group in members:
                 setattr(group, attribute, (made, position % SLOTS))

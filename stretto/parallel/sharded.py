@@ -7,6 +7,10 @@ Parameters are views of one flat buffer, gradients of another: a collective move
     gradients (reduce)        whole        whole        my part       my part; whole in a bucket until reduced
     master (master dtype)     whole        my part      my part       my part       (the parameters themselves if the dtypes agree)
     optimizer moments         whole        my part      my part       my part
+
+[Note: one copy a machine] Where ranks share memory, whole parameters of stages 1 and 2 are one memory for all ranks of a machine:
+each writes its part of the update, and with that it is gathered. Gradients lie where peers can read them, and are added from
+there. Two waits follow from it: for a result, and (`wait`) until peers have read what I am about to write again.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ class Room:
     backward as in forward: a group always uses the same slot. Users of one slot follow each other by `count` groups.
     """
 
-    def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = [torch.zeros(elements, dtype=dtype, device=device) for _ in range(count)]
+    def __init__(self, elements: int, count: int, dtype: torch.dtype, group: Group) -> None:
+        self.slots = [group.own(elements, dtype) for _ in range(count)]
         self.user: list[ShardedGroup | None] = [None] * count
 
     @property
@@ -86,7 +90,9 @@ class ShardedGroup:
         self._views: list[Tensor] = []
         self._absent = [torch.full((), math.nan, dtype=precision.compute, device=self.device).expand(p.shape) for p in self.params]
         self._gather: Pending | None = None
+        self._shown: list[Pending] = []  # gathers of which peers may still read my part
         self._reduces: list[Pending] = []
+        self._summed: list[Pending] = []  # reductions for which peers may still read my gradients
         self._reduced = 0
         self._pending: set[int] = set()
         self._given_up: set[int] = set()  # no more gradients were expected of these, and not all uses had brought theirs
@@ -120,7 +126,8 @@ class ShardedGroup:
         def new(n: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(n, dtype=dtype, device=self.device)
 
-        held = new(mine if self.cuts("param") else total, dtypes.compute)  # of parameters, between steps
+        shared = None if self.cuts("param") or not self.cuts("optim") else self.group.common(total, dtypes.compute)
+        held = shared if shared is not None else new(mine if self.cuts("param") else total, dtypes.compute)  # between steps
         base = self.low if self.cuts("param") else 0
         self.held = held
         self.update_low, self.update_high = (self.low, self.high) if self.cuts("optim") else (0, total)
@@ -130,18 +137,24 @@ class ShardedGroup:
             self.master = new(size, dtypes.master)
         else:
             self.master = held[self.update_low - base : self.update_high - base] if self.trainable else held.new_empty(0)
-        for slot, start, stop in self.plan.pieces(base, base + held.numel()):
+        fills = (base, base + held.numel()) if shared is None else (self.low, self.high)
+        for slot, start, stop in self.plan.pieces(*fills):
             values = torch.empty(stop - start, dtype=dtypes.master, device=self.device)
             fill(slot.name, start, values)
             held[slot.start + start - base : slot.start + stop - base] = values
             low, high = max(slot.start + start, self.update_low), min(slot.start + stop, self.update_high)
             if self.separate_master and low < high:
                 self.master[low - self.update_low : high - self.update_low] = values[low - slot.start - start : high - slot.start - start]
-        self.grad = new(0 if not self.trainable else mine if self.reduces_each else total, dtypes.reduce)
+        if shared is not None:
+            self.group.all_gather(held, self.plan.bounds, reason=f"first values {self.name}").wait()
+        if self.trainable and not self.reduces_each:
+            self.grad = self.group.own(total, dtypes.reduce)
+        else:
+            self.grad = new(mine if self.trainable else 0, dtypes.reduce)
         if not self.cuts("param"):
             self.whole = held
         elif self.param_room is None:
-            self.whole = new(total, dtypes.compute)
+            self.whole = self.group.own(total, dtypes.compute)
         else:
             room, index = self.param_room
             self.whole = room.slots[index][:total]
@@ -149,7 +162,7 @@ class ShardedGroup:
             if not self.reduces_each:
                 self.bucket = self.grad
             elif self.bucket_room is None:
-                self.bucket = new(total, dtypes.reduce)
+                self.bucket = self.group.own(total, dtypes.reduce)
             else:
                 room, index = self.bucket_room
                 self.bucket = room.slots[index][:total]
@@ -188,7 +201,9 @@ class ShardedGroup:
             user = room.user[index]
             if user is not None and user is not self:
                 user.free()
+                user._unshow()
             room.user[index] = self
+        self._unshow()
         assert self.whole is not None
         self.whole[self.low : self.high].copy_(self.held)
         self._gather = self.group.all_gather(self.whole, self.plan.bounds, reason=f"{reason} {self.name}")
@@ -197,15 +212,25 @@ class ShardedGroup:
     def ready(self) -> None:
         """Wait until the gathered parameters are there, and show them to the model."""
         if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+            self._arrive()
             self._show(True)
+
+    def _arrive(self) -> None:
+        if self._gather is not None:
+            self._gather.result()
+            self._shown.append(self._gather)
+            self._gather = None
+
+    def _unshow(self) -> None:
+        """Until nobody reads what I have gathered: it may be overwritten."""
+        self._arrive()
+        shown, self._shown = self._shown, []
+        for work in shown:
+            work.wait()
 
     def free(self) -> None:
         """The whole parameters are not needed: whoever looks at one now sees NaN, not another group's weights."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+        self._arrive()
         if self.resident:
             self._show(False)
             self.resident = False
@@ -284,7 +309,11 @@ class ShardedGroup:
         self._local_norms.append((i, torch.linalg.vector_norm(grad, dtype=self.precision.reduce)))
 
     def _take_bucket(self) -> None:
-        if self._touched or not self.reduces_each:
+        """Before the first gradient since a reduction is written: whoever still reads from there is waited for."""
+        if self._touched:
+            return
+        if not self.reduces_each:
+            self.release()
             return
         if self.bucket_room is not None:
             room, index = self.bucket_room
@@ -297,9 +326,9 @@ class ShardedGroup:
                         f" that run several times), and ZeRO {self.policy.stage} keeps whole gradients of two units only; write "
                         f"zero.gradients=end{also}"
                     )
-                user.wait_reduced()
+                user.release()
             room.user[index] = self
-        self.wait_reduced()  # my own last microbatch, before its bytes are overwritten
+        self.release()  # my own last microbatch
         assert self.bucket is not None
         for start, stop in self.plan.gaps():
             self.bucket[start:stop].zero_()
@@ -330,7 +359,16 @@ class ShardedGroup:
         self._touched.clear()
 
     def wait_reduced(self) -> None:
+        """Until the sums are there."""
         works, self._reduces = self._reduces, []
+        for work in works:
+            work.result()
+        self._summed += works
+
+    def release(self) -> None:
+        """Until the sums are there and nobody reads my gradients any more: they may be overwritten."""
+        self.wait_reduced()
+        works, self._summed = self._summed, []
         for work in works:
             work.wait()
 

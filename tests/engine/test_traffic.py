@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import sys
 import time
 from dataclasses import replace
@@ -204,7 +203,7 @@ def test_reduction_runs_beside_backward():
                 start = time.perf_counter()
                 report = engine.step(batch)
                 times.append(time.perf_counter() - start)
-            return statistics.median(times), len(report.ledger)
+            return min(times), len(report.ledger)  # of a step that nothing else on the machine disturbed
 
         return run_threads(rank, 2, office=office)[0]
 
