@@ -12,12 +12,14 @@ from dying import Doomed
 
 
 def traces() -> tuple[set[str], set[str]]:
-    """What a job could leave behind: names in /dev/shm, and processes that have memory of ours mapped."""
+    """What a job could leave behind: names in /dev/shm, and processes of this session that have memory of ours mapped."""
     holders = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
-                if "memfd:stretto" in (process / "maps").read_text(encoding="utf-8", errors="replace"):
+                if os.getsid(int(process.name)) == os.getsid(0) and "memfd:stretto" in (process / "maps").read_text(
+                    encoding="utf-8", errors="replace"
+                ):
                     holders.add(process.name)
             except OSError:
                 continue
