@@ -67,7 +67,7 @@ class Layout:
     cuts: for each dim the axes that cut it, first cut first. Layout((("tp", "dp"), ())): dim 0 cut by tp, each piece by dp.
     partial: axes over which the values are still to be added.
     packed: for each dim the sizes of fused blocks (q|k|v, gate|up), each cut by itself; () where nothing is fused.
-    flat: set where what remains after `cuts` lies in a flat buffer that is cut further, at element granularity.
+    flat: set where what remains after `cuts`, in row-major order, lies in a flat buffer that is cut further, between any elements.
     """
 
     cuts: tuple[tuple[str, ...], ...]
@@ -81,24 +81,40 @@ class Layout:
         return Layout(((),) * len(shape))
 
     def boxes(self, shape: Shape, mesh: Mesh, rank: int) -> tuple[Box, ...]:
-        """The boxes of a tensor of this (whole) shape that `rank` holds, in the order in which they lie in its memory."""
-        dims = [self._ranges(dim, size, mesh, rank) for dim, size in enumerate(shape)]
-        boxes = [Box((), ())]
-        for ranges in dims:
-            boxes = [Box((*b.offset, start), (*b.shape, stop - start)) for b in boxes for start, stop in ranges]
-        boxes = [b for b in boxes if b.elements]
+        """The boxes of a tensor of this (whole) shape that `rank` holds: one after another, each row by row, they are its memory.
+
+        So a fused inner dim (as in GPT-2's [in, q|k|v]) gives boxes for each row: what lies between them is another rank's.
+        """
+        boxes = [b for b in _in_memory_order(self.ranges(shape, mesh, rank)) if b.elements]
         if self.flat is None:
             return tuple(boxes)
-        if len(boxes) > 1:
-            raise ValueError("a tensor with packed cuts of its dims cannot also be cut flat")
         index = mesh.index(rank, *self.flat.axes)
-        low, high = self.flat.bounds[index], self.flat.bounds[index + 1]
-        pieces = []
+        low, high = self.flat.bounds[index] - self.flat.start, self.flat.bounds[index + 1] - self.flat.start
+        pieces, at = [], 0
         for box in boxes:
-            start, stop = max(low - self.flat.start, 0), min(high - self.flat.start, box.elements)
-            for piece in flat_boxes(box.shape, start, stop):
+            for piece in flat_boxes(box.shape, max(low - at, 0), min(high - at, box.elements)):
                 pieces.append(Box(tuple(o + p for o, p in zip(box.offset, piece.offset, strict=True)), piece.shape))
+            at += box.elements
         return tuple(pieces)
+
+    def ranges(self, shape: Shape, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
+        """For each dim the ranges [start, stop) that the cuts of dims leave `rank`: one, or one of each fused block."""
+        return [self._ranges(dim, size, mesh, rank) for dim, size in enumerate(shape)]
+
+    def local_shape(self, shape: Shape, mesh: Mesh, rank: int) -> Shape:
+        """The shape of what the cuts of dims leave `rank`."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges(shape, mesh, rank))
+
+    def place(self, shape: Shape, mesh: Mesh, rank: int) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Pairs (in the whole tensor, in what `rank` holds of it) of slices that together cover what the cuts of dims leave it."""
+        pairs: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = [((), ())]
+        for ranges in self.ranges(shape, mesh, rank):
+            both, at = [], 0
+            for start, stop in ranges:
+                both.append((slice(start, stop), slice(at, at + stop - start)))
+                at += stop - start
+            pairs = [((*whole, there), (*mine, here)) for whole, mine in pairs for there, here in both]
+        return pairs
 
     def first_holder(self, mesh: Mesh, rank: int) -> bool:
         """Whether `rank` is the one that speaks for its piece: at 0 along every axis that does not cut it.
@@ -106,21 +122,34 @@ class Layout:
         It is the rank that writes a replica to a checkpoint and counts it in a norm.
         """
         cut = {axis for axes in self.cuts for axis in axes} | set(self.flat.axes if self.flat else ())
-        return all(at == 0 for axis, at in mesh.at(rank).items() if axis not in cut)
+        shared = {axis.partition("/")[0]: axis.replace("/", "%") for axis in cut if "/" in axis}  # neighbours that share a piece
+        return all(mesh.along(rank, shared.get(axis, axis)) == 0 for axis, _ in mesh.axes if axis not in cut)
 
     def _ranges(self, dim: int, size: int, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
         blocks = self.packed[dim] if dim < len(self.packed) and self.packed[dim] else (size,)
         if sum(blocks) != size:
             raise ValueError(f"packed blocks {blocks} of dim {dim} do not add up to {size}")
-        here, ranges, base = mesh.at(rank), [], 0
+        ranges, base = [], 0
         for block in blocks:
             start, stop = base, base + block
             for axis in self.cuts[dim]:
-                low, high = split(stop - start, mesh[axis], here[axis])
+                low, high = split(stop - start, mesh[axis], mesh.along(rank, axis))
                 start, stop = start + low, start + high
             ranges.append((start, stop))
             base += block
         return ranges
+
+
+def _in_memory_order(dims: list[list[tuple[int, int]]]) -> list[Box]:
+    """The boxes of a product of ranges, in row-major order of what they hold."""
+    fused = [dim for dim, ranges in enumerate(dims) if len(ranges) > 1]
+    rows = fused[-1] if fused else 0  # a box is one index of each dim before this one
+    boxes = [Box((), ())]
+    for dim, ranges in enumerate(dims):
+        if dim < rows:
+            ranges = [(i, i + 1) for start, stop in ranges for i in range(start, stop)]
+        boxes = [Box((*b.offset, start), (*b.shape, stop - start)) for b in boxes for start, stop in ranges]
+    return boxes
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:

@@ -27,6 +27,9 @@ class Mesh:
     """Sizes of the named axes, outermost first; rank = the coordinates read as digits, the last axis fastest.
 
     Every axis of AXES is present, most with size 1: a group of one is a group.
+
+    An axis may be seen in two parts, where neighbours on it share something: on tp=4, "tp/2" is its 2 pieces of 2 neighbours
+    each, "tp%2" the 2 neighbours within a piece. These names are understood wherever an axis is asked for, but not in `parse`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -84,7 +87,11 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """Size of one axis."""
-        return dict(self.axes)[axis]
+        name, part, neighbours = _parts(axis)
+        size = dict(self.axes)[name]
+        if size % neighbours:
+            raise ValueError(f"{axis}: {name}={size} has no pieces of {neighbours} neighbours")
+        return {"": size, "/": size // neighbours, "%": neighbours}[part]
 
     def __str__(self) -> str:
         shown = " ".join(f"{name}={size}" for name, size in self.axes if size > 1)
@@ -111,27 +118,31 @@ class Mesh:
             raise ValueError(f"the mesh has no axis {' '.join(coordinates)}")
         return rank
 
+    def along(self, rank: int, axis: str) -> int:
+        """Coordinate of a rank on one axis."""
+        name, part, neighbours = _parts(axis)
+        at = self.at(rank)[name]
+        return {"": at, "/": at // neighbours, "%": at % neighbours}[part]
+
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Ranks that differ from `rank` only along `axes`, in the mesh's own order."""
-        here = self.at(rank)
-        ranks = [self.rank(**here | dict.fromkeys(axes, 0))]
-        for name, size in self.axes:
-            if name in axes:
-                stride = self._stride(name)
-                ranks = [start + stride * i for start in ranks for i in range(size)]
+        ranks = [rank]
+        for axis in self._ordered(axes):
+            name, part, neighbours = _parts(axis)
+            step = self._stride(name) * (neighbours if part == "/" else 1)
+            ranks = [start + step * (i - self.along(rank, axis)) for start in ranks for i in range(self[axis])]
         return tuple(ranks)
 
     def index(self, rank: int, *axes: str) -> int:
         """Position of `rank` within its group along `axes`."""
-        here, index = self.at(rank), 0
-        for name, size in self.axes:
-            if name in axes:
-                index = index * size + here[name]
+        index = 0
+        for axis in self._ordered(axes):
+            index = index * self[axis] + self.along(rank, axis)
         return index
 
     def extent(self, *axes: str) -> int:
         """Number of ranks in a group along `axes`."""
-        return math.prod(size for name, size in self.axes if name in axes)
+        return math.prod(self[axis] for axis in axes)
 
     def view(self, **sizes: int) -> Mesh:
         """The same ranks along other axes (as pp, edp, ep for experts), outermost first as named; sizes must multiply to mine."""
@@ -140,6 +151,20 @@ class Mesh:
             raise JobError(f"a view of {self} ({self.size} ranks) cannot have sizes {sizes} ({other.size} ranks)")
         return other
 
+    def _ordered(self, axes: tuple[str, ...]) -> list[str]:
+        """Outermost first, as the mesh has them."""
+        names = [name for name, _ in self.axes]
+        return sorted(axes, key=lambda axis: names.index(_parts(axis)[0]))
+
     def _stride(self, axis: str) -> int:
         names = [name for name, _ in self.axes]
         return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+
+
+def _parts(axis: str) -> tuple[str, str, int]:
+    """'tp/2' -> ('tp', '/', 2), 'tp%2' -> ('tp', '%', 2), 'tp' -> ('tp', '', 1)."""
+    for part in "/%":
+        name, found, neighbours = axis.partition(part)
+        if found:
+            return name, part, int(neighbours)
+    return axis, "", 1

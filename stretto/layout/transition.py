@@ -8,7 +8,8 @@ from typing import Literal
 
 #: How a value lies along an axis: the same on every rank, cut along a dim, or a summand of the true value on each rank.
 Have = Literal["same", "cut", "sum"]
-Want = Literal["same", "cut"]
+#: alike: the same on every rank, and every rank goes on to do the same with it, so that its gradient arrives whole.
+Want = Literal["same", "cut", "alike"]
 Collective = Literal["none", "all_reduce", "reduce_scatter", "all_gather", "slice"]
 
 #: (have, want) -> (forward, backward). The backward collective is the transpose of the forward one (REFERENCE D1):
@@ -21,5 +22,6 @@ TRANSITIONS: Mapping[tuple[Have, Want], tuple[Collective, Collective]] = Mapping
         ("sum", "cut"): ("reduce_scatter", "all_gather"),  # g-bar: leaves, with sequence parallelism
         ("same", "cut"): ("slice", "all_gather"),
         ("cut", "cut"): ("none", "none"),
+        ("cut", "alike"): ("all_gather", "slice"),  # g's other end: a reduce-scatter would count each gradient once a rank
     }
 )

@@ -25,7 +25,7 @@ def meshes() -> st.SearchStrategy[Mesh]:
 
 
 @st.composite
-def dim_layouts(draw: st.DrawFn, shape: Shape, packed: bool = True) -> Layout:
+def dim_layouts(draw: st.DrawFn, shape: Shape) -> Layout:
     """Each axis cuts at most one dim; the axes of a dim in any order; any dim may be packed out of up to 3 blocks."""
     axes = draw(st.lists(st.sampled_from(CUTTING), unique=True)) if shape else []
     cuts: list[list[str]] = [[] for _ in shape]
@@ -33,7 +33,7 @@ def dim_layouts(draw: st.DrawFn, shape: Shape, packed: bool = True) -> Layout:
         cuts[draw(st.integers(0, len(shape) - 1))].append(axis)
     blocks: list[tuple[int, ...]] = []
     for size in shape:
-        points = sorted(draw(st.lists(st.integers(0, size), max_size=2))) if packed and draw(st.booleans()) else []
+        points = sorted(draw(st.lists(st.integers(0, size), max_size=2))) if draw(st.booleans()) else []
         blocks.append(tuple(b - a for a, b in pairwise([0, *points, size])) if points else ())
     return Layout(tuple(map(tuple, cuts)), packed=tuple(blocks) if any(blocks) else ())
 
@@ -41,13 +41,13 @@ def dim_layouts(draw: st.DrawFn, shape: Shape, packed: bool = True) -> Layout:
 @st.composite
 def flat_layouts(draw: st.DrawFn, shape: Shape, mesh: Mesh) -> Layout:
     """Cut along dims by some axes, and what remains along a flat buffer, at any points, by the others."""
-    dims = draw(dim_layouts(shape, packed=False))
+    dims = draw(dim_layouts(shape))
     used = {axis for axes in dims.cuts for axis in axes}
     axes = tuple(axis for axis in CUTTING if axis not in used)
     start = draw(st.integers(0, 5))
     total = start + math.prod(shape) + draw(st.integers(0, 5))
     points = sorted(draw(st.lists(st.integers(0, total), min_size=mesh.extent(*axes) - 1, max_size=mesh.extent(*axes) - 1)))
-    return Layout(dims.cuts, flat=Flat(axes, start, total, (0, *points, total)))
+    return Layout(dims.cuts, packed=dims.packed, flat=Flat(axes, start, total, (0, *points, total)))
 
 
 @st.composite
@@ -136,10 +136,30 @@ def test_packed_blocks_must_add_up() -> None:
         Layout((("tp",), ()), packed=((8, 4), ())).boxes((16, 3), Mesh.of(tp=2), 0)
 
 
-def test_packed_cuts_of_dims_cannot_be_cut_flat_again() -> None:
-    layout = Layout((("tp",),), packed=((4, 4),), flat=Flat(("dp",), 0, 4, (0, 4)))
-    with pytest.raises(ValueError, match="packed"):
-        layout.boxes((8,), Mesh.of(tp=2), 0)
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_boxes_one_after_another_are_the_memory_of_what_the_cuts_of_dims_leave(
+    case: tuple[Shape, Mesh, Layout], data: st.DataObject
+) -> None:
+    shape, mesh, layout = case
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    values = np.arange(math.prod(shape)).reshape(shape)
+    local = np.zeros(layout.local_shape(shape, mesh, rank), dtype=int)
+    for whole, mine in layout.place(shape, mesh, rank):
+        local[mine] = values[whole]
+    memory = local.ravel()
+    if layout.flat is not None:
+        index = mesh.index(rank, *layout.flat.axes)
+        low, high = (max(bound - layout.flat.start, 0) for bound in layout.flat.bounds[index : index + 2])
+        memory = memory[low:high]
+    assert [int(v) for box in layout.boxes(shape, mesh, rank) for v in values[at(box)].ravel()] == memory.tolist()
+
+
+def test_neighbours_share_a_piece_where_there_are_fewer_pieces_than_ranks() -> None:
+    """Two kv heads of 3 rows on tp=4: ranks 0 and 1 hold the first, 2 and 3 the second; 0 and 2 speak for them."""
+    layout, mesh = Layout((("tp/2",), ())), Mesh.of(dp=2, tp=4)
+    assert [layout.boxes((6, 5), mesh, rank) for rank in range(4)] == [(Box((0, 0), (3, 5)),)] * 2 + [(Box((3, 0), (3, 5)),)] * 2
+    assert [rank for rank in range(8) if layout.first_holder(mesh, rank)] == [0, 2]
 
 
 @settings(max_examples=60)

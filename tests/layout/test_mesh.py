@@ -117,3 +117,14 @@ def test_a_view_names_the_same_ranks_along_other_axes() -> None:
     assert view.group(5, "edp") == (5, 7)
     with pytest.raises(JobError, match="8 ranks"):
         Mesh.of(dp=8).view(edp=3, ep=2)
+
+
+def test_an_axis_is_seen_as_pieces_of_neighbours() -> None:
+    mesh = Mesh.of(dp=2, tp=4)
+    assert (mesh["tp/2"], mesh["tp%2"], mesh.extent("dp", "tp%2")) == (2, 2, 4)
+    assert [mesh.along(rank, "tp/2") for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [mesh.along(rank, "tp%2") for rank in range(8)] == [0, 1] * 4
+    assert (mesh.group(6, "tp%2"), mesh.group(6, "tp/2"), mesh.group(6, "dp", "tp/2")) == ((6, 7), (4, 6), (0, 2, 4, 6))
+    assert (mesh.index(6, "dp", "tp/2"), mesh.index(6, "tp%2")) == (3, 0)
+    with pytest.raises(ValueError, match="tp=4 has no pieces of 3"):
+        mesh["tp/3"]

@@ -23,9 +23,9 @@ def run(collective: Collective, values: Ranks) -> Ranks:
     return table[collective]()
 
 
-def lay(have: Have, value: np.ndarray, n: int, rng: np.random.Generator) -> Ranks:
+def lay(have: Have | Want, value: np.ndarray, n: int, rng: np.random.Generator) -> Ranks:
     """A true value as it lies on n ranks."""
-    if have == "same":
+    if have in ("same", "alike"):
         return [value] * n
     if have == "cut":
         return np.split(value, n)
@@ -43,11 +43,11 @@ def test_a_transition_keeps_the_value_and_brings_back_the_true_gradient(have: Ha
     assert all((a == b).all() for a, b in zip(arrived, lay(want, value, n, rng), strict=True))
     # What enters a column-parallel layer is used by each rank for its own columns: its gradient there is a summand.
     # What leaves a row-parallel layer is used by all ranks alike: its gradient is whole on each. (REFERENCE D1)
-    upstream: Have = "cut" if want == "cut" else "same" if have == "sum" else "sum"
+    upstream: Have = "cut" if want == "cut" else "same" if have == "sum" or want == "alike" else "sum"
     arrived = run(backward, lay(upstream, gradient, n, rng))
     home: Have = "cut" if have == "cut" else "same"  # the derivative by each summand of a sum is that by the sum
     assert all((a == b).all() for a, b in zip(arrived, lay(home, gradient, n, rng), strict=True))
 
 
 def test_every_way_a_value_lies_has_a_row_to_every_way_it_is_wanted() -> None:
-    assert set(TRANSITIONS) == {(have, want) for have in ("same", "cut", "sum") for want in ("same", "cut")}
+    assert set(TRANSITIONS) == {(have, want) for have in ("same", "cut", "sum") for want in ("same", "cut")} | {("cut", "alike")}
