@@ -15,7 +15,7 @@ from stretto.comm.transport import Pending, World
 from stretto.layout.mesh import AXES, Mesh
 
 #: Who issues collectives in an order of their own. Within a lane all ranks of a group issue the same calls in the same order.
-LANES = ("reduce", "gather", "vote", "replicas", "user")
+LANES = ("reduce", "gather", "vote", "replicas", "user", "tensor")
 
 
 class Entry(NamedTuple):
@@ -63,13 +63,11 @@ class Group:
     """Ranks of a mesh that differ from this one only along `axes`. Each call is written to the ledger, then done by the transport."""
 
     def __init__(self, world: World, mesh: Mesh, axes: Sequence[str], ledger: Ledger) -> None:
-        self.world, self.axes, self.ledger = world, tuple(axes), ledger
+        self.world, self.mesh, self.axes, self.ledger = world, mesh, tuple(axes), ledger
         self.ranks = mesh.group(world.rank, *axes)
         self.index = mesh.index(world.rank, *axes)
         self.size = len(self.ranks)
-        #: Whether this group speaks for its copies: it is at 0 along every other axis. What is counted over all ranks it counts once.
-        self.first = all(at == 0 for axis, at in mesh.at(world.rank).items() if axis not in self.axes)
-        self._number = sum(1 << AXES.index(axis) for axis in axes)
+        self._number = sum(_number(axis) for axis in axes)
 
     def all_reduce(self, x: Tensor, *, reason: str, op: str = "sum", lane: str = "reduce") -> Pending:
         """Everybody's x added (op="sum") or the largest (op="max"), in place, the same bits on all ranks. x: flat."""
@@ -124,3 +122,9 @@ class Group:
 
     def _channel(self, lane: str) -> int:
         return (self._number * len(LANES) + LANES.index(lane)) * 2
+
+
+def _number(axis: str) -> int:
+    """A number for each axis such that no two sets of axes have the same sum: 'tp%4' (see Mesh) beside 'tp'."""
+    name, _, neighbours = axis.partition("%")
+    return (1 << AXES.index(name)) + (int(neighbours or 0) << len(AXES))
