@@ -41,6 +41,7 @@ from stretto.sections import (
     Profile,
     Schedule,
     Section,
+    Tensor,
     Zero,
 )
 
@@ -117,6 +118,7 @@ class Job(Section):
     model: Model = Field(default=Model(), description="what is trained")
     data: Data = Field(default=Data(), description="what it is trained on")
     zero: Zero = Field(default=Zero(), description="what is cut over dp")
+    tensor: Tensor = Field(default=Tensor(), description="what is cut over tp")
     batch: Batch = Field(default=Batch(), description="rows and tokens a step")
     pipeline: Pipeline = Field(default=Pipeline(), description="order of work on pp ranks")
     precision: Precision = Field(default=Precision(), description="dtypes")
@@ -228,10 +230,11 @@ class Job(Section):
                 raise JobError(f"checkpoint.{key}={show(asked)}: saving is not in this version yet; write checkpoint.{key}={show(default)}")
         return self
 
-    def resolve(self, ranks: int | None, device: Literal["cpu", "cuda"], visible: int) -> Job:
+    def resolve(self, ranks: int | None, device: Literal["cpu", "cuda"], visible: int, *, own_model: bool = False) -> Job:
         """This job on a machine: mesh, device, dtypes, transport and zero.gradients filled in, sizes checked.
 
-        ranks: how many were started, None where the mesh is to say. device: what is there. visible: GPUs seen here.
+        ranks: how many were started, None where the mesh is to say. device: what is there. visible: GPUs seen here. own_model: a
+        module is handed in, and the job's own model is not read.
         Raises JobError for whatever can be known to fail before a rank starts.
         """
         if self.device == "cuda" and device == "cpu":
@@ -248,7 +251,7 @@ class Job(Section):
                     f'mesh="{mesh}" needs {mesh.size} GPUs, and {gpus} are visible; write mesh="dp={max(gpus, 1)}", or device="cpu"'
                 )
             chosen = "cpu"
-        check_mesh(mesh, self.model, self.batch.size, ranks)
+        check_mesh(mesh, None if own_model else self.model, self.batch.size, ranks)
         check_rows(self.batch, mesh)
         check_profile(self.profile, mesh, self.total_steps())
         if self.comm.transport == "nccl" and chosen == "cpu":

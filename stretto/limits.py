@@ -9,7 +9,7 @@ from stretto.layout.mesh import Mesh
 from stretto.sections import DTYPE_BYTES, Batch, Model, Precision, Profile
 
 #: Axes a Job may already name but no engine runs yet.
-LATER = ("pp", "cp", "ep", "tp")
+LATER = ("pp", "cp", "ep")
 
 
 def check_model(model: Model, seq_len: int) -> None:
@@ -41,22 +41,33 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def check_mesh(mesh: Mesh, model: Model, batch_size: int, ranks: int | None) -> None:
-    """Only axes that this version runs are longer than 1. ranks: how many were started, None if the mesh says."""
+def check_mesh(mesh: Mesh, model: Model | None, batch_size: int, ranks: int | None) -> None:
+    """Only axes that this version runs are longer than 1, and tp cuts the model between its heads. model: None where it is the
+    caller's own. ranks: how many were started, None if the mesh says."""
     asked = [axis for axis in LATER if mesh[axis] > 1]
-    if not asked:
-        return
-    why = ""
-    if model.name in DECODERS:
-        shape = _shape(model)
-        if mesh["pp"] > shape.blocks:
-            why += f"pp={mesh['pp']} is more than the {shape.blocks} blocks of {model.name}, and "
-        if shape.kv_heads % mesh["tp"]:
-            fits = " or ".join(f"tp={n}" for n in range(1, shape.kv_heads + 1) if shape.kv_heads % n == 0)
-            why += f"tp={mesh['tp']} does not divide kv_heads={shape.kv_heads} of {model.name} ({fits} would), and "
-    plural = "is" if len(asked) == 1 else "are"
-    instead = ranks or _divisor_below(batch_size, mesh.size + 1)
-    raise JobError(f'mesh="{mesh}": {why}{" and ".join(asked)} {plural} not in this version yet; write mesh="dp={instead}"')
+    shape = _shape(model) if model and model.name in DECODERS else None
+    if asked:
+        why = ""
+        if model and shape and mesh["pp"] > shape.blocks:
+            why = f"pp={mesh['pp']} is more than the {shape.blocks} blocks of {model.name}, and "
+        plural = "is" if len(asked) == 1 else "are"
+        instead = ranks or _divisor_below(batch_size, mesh.size + 1)
+        raise JobError(f'mesh="{mesh}": {why}{" and ".join(asked)} {plural} not in this version yet; write mesh="dp={instead}"')
+    if model and shape and mesh["tp"] > 1:
+        check_heads(model.name, shape.heads, shape.kv_heads, mesh["tp"])
+
+
+def check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
+    """tp cuts queries between heads; keys and values too, or each of their heads is shared by as many ranks. Other sizes may be cut
+    unevenly."""
+
+    def fits(n: int) -> bool:
+        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not fits(tp):
+        what = f"heads={heads} of {name}" if heads % tp else f"kv_heads={kv_heads} of {name}, nor they it"
+        possible = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+        raise JobError(f"mesh.tp={tp} does not divide {what}; use tp in {{{possible}}}")
 
 
 def check_rows(batch: Batch, mesh: Mesh) -> None:

@@ -216,6 +216,15 @@ class Zero(Section):
     keep: Names = Field(default=(), description="module name patterns whose parameters stay gathered in stage 3 (layers.0.*)")
 
 
+class Tensor(Section):
+    main: ClassVar[str] = "sequence"
+    sequence: bool | None = Field(
+        default=None,
+        description="whether tp ranks also share the tokens of what runs between cut layers (norms, sums, dropout): less memory, the same "
+        "traffic (auto: where no code of the model's own sees their shape, as with all models that bring their plan)",
+    )
+
+
 class Batch(Section):
     main: ClassVar[str] = "size"
     size: Count = Field(default=8, description="rows (sequences or samples) a step, of the whole job")

@@ -462,6 +462,9 @@ def test_what_was_asked_of_precision_is_kept() -> None:
     assert Job(precision=asked).resolve(1, "cpu", 0).precision == asked
 
 
+SIX_HEADS = ("model.heads=6", "model.kv_heads=3", "model.hidden=96")
+
+
 @pytest.mark.parametrize(
     ("words", "where", "line"),
     [
@@ -472,9 +475,9 @@ def test_what_was_asked_of_precision_is_kept() -> None:
         (["steps=9", "profile.steps=[9, 10]"], {}, "profile.steps=[9, 10]: steps are numbered from 1 to 9; write profile.steps=[9]"),
         (["epochs=2", "profile.steps=[0]"], {}, "profile.steps=[0]: steps are numbered from 1; write profile.steps=[1]"),
         (["profile.steps=[3]", "profile.ranks=[0, 2]"], {}, 'mesh="dp=2" has ranks 0 to 1; write profile.ranks=[1]'),
-        (["mesh=tp=3"], {}, "tp=3 does not divide kv_heads=2 of tiny (tp=1 or tp=2 would), and tp is not in this version yet; write"),
-        (["mesh=tp=3", "model=hf:a"], {}, 'mesh="tp=3": tp is not in this version yet; write'),
-        (["mesh=tp=3", "model.heads=6", "model.kv_heads=3", "model.hidden=96"], {}, 'mesh="tp=3": tp is not in this version yet'),
+        (["mesh=tp=3"], {}, "mesh.tp=3 does not divide heads=4 of tiny; use tp in {1, 2, 4}"),
+        (["mesh=tp=4", *SIX_HEADS], {}, "mesh.tp=4 does not divide heads=6 of tiny; use tp in {1, 3, 6}"),
+        (["mesh=tp=2", *SIX_HEADS], {}, "mesh.tp=2 does not divide kv_heads=3 of tiny, nor they it; use tp in {1, 3, 6}"),
         (["mesh=pp=99"], {}, 'pp=99 is more than the 8 blocks of tiny, and pp is not in this version yet; write mesh="dp=12"'),
         (["mesh=cp=2 ep=2"], {}, "cp and ep are not in this version yet"),
         (["mesh=dp=2 tp=2"], {"ranks": 2}, 'mesh="dp=2 tp=2" makes 4 ranks, and 2 started; write mesh="dp=2", or start 4'),

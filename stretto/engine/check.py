@@ -122,15 +122,17 @@ def _prepared(batch: Mapping[str, Any], loaded: library.Loaded, compute: torch.d
 def _reference(loaded: library.Loaded, seed: int) -> nn.Module:
     """The same model with the same first values, real and whole."""
     model = copy.deepcopy(loaded.model)
-    if loaded.initial is not None:
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
-        model = model.to_empty(device="cpu")
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                loaded.initial(loaded.model, name, param.data.view(-1), 0, seed)
+    if loaded.initial is None:
+        return model
+    real: dict[int, nn.Parameter] = {}  # by identity: tied weights stay one
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in real:
+                real[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=param.requires_grad)
+            module._parameters[name] = real[id(param)]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            loaded.initial(loaded.model, name, param.data.view(-1), 0, seed)
     return model
 
 
@@ -205,18 +207,20 @@ def _copies(engine: Engine, truth: Mapping[str, Tensor]) -> dict[str, float]:
     floor = 1e-6 * math.sqrt(sum(float(b.double().norm()) ** 2 for b in truth.values()))
     floor = engine.everybody.objects(floor, reason="check")[0]
     for group in engine.parallel.groups:
-        right = torch.zeros(group.plan.total, dtype=group.precision.compute, device=group.device)
-        for slot in group.plan.slots:
-            if truth:
-                right[slot.start : slot.stop] = truth[slot.name].reshape(-1)
-        engine.everybody.broadcast(right, 0, reason="check").wait()
         if group.cuts("param"):
             group.gather("check")
             group.ready()
         assert group.whole is not None
         for slot in group.plan.slots:
-            a, b = (t[slot.start : slot.stop].double() for t in (group.whole, right))
-            found[slot.name] = float((a - b).norm()) / max(float(b.norm()), floor, 1e-30)
+            place = group.places[slot.name]
+            right = torch.zeros(place.shape, dtype=group.precision.compute, device=group.device)
+            if truth:
+                right.copy_(truth[slot.name])
+            engine.everybody.broadcast(right.view(-1), 0, reason="check").wait()
+            a, b = group.whole[slot.start : slot.stop].view(slot.shape).double(), torch.empty(slot.shape, dtype=torch.float64)
+            for there, here in place.layout.place(place.shape, engine.mesh, engine.world.rank):
+                b[here] = right[there].double().to(b.device)
+            found[slot.name] = float((a - b.to(a.device)).norm()) / max(float(b.norm()), floor, 1e-30)
         if group.cuts("param"):
             group.free()
     parts = engine.everybody.objects(found, reason="check")

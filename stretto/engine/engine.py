@@ -17,7 +17,7 @@ from stretto.data.batch import Batch, count_targets, prepare_labels
 from stretto.data.loader import Loader
 from stretto.engine.evaluation import Metrics, evaluate
 from stretto.engine.look import bytes_held, whole_tensors
-from stretto.engine.loss import Forward, Loss, call_model, next_token_loss
+from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, next_token_loss
 from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
 from stretto.engine.precision import LossScale
@@ -28,9 +28,9 @@ from stretto.job import Job
 from stretto.layout.mesh import AXES, Mesh
 from stretto.layout.zero import ZeroPolicy
 from stretto.models import library
-from stretto.parallel.parallelize import Cut, parallelize
+from stretto.parallel.parallelize import Cut, parallelize, sum_over_tp
+from stretto.parallel.place import Fill
 from stretto.parallel.precision import Precision
-from stretto.parallel.sharded import Fill
 from stretto.schedule.action import Action, Schedule
 from stretto.schedule.pipelines import pipeline
 from stretto.schedule.step import training_step
@@ -62,19 +62,19 @@ class Engine:
         initial: Fill | None = None,
         regular: Sequence[str] | None = None,
     ) -> None:
-        if rules:
-            raise JobError("rules cut weights over tp, and tensor parallelism is not in this version yet; leave rules out")
         if isinstance(model, library.Loaded):
             loss, forward, initial = loss or model.loss, forward or model.forward, initial or _values(model, job.seed)
             model = model.model
         self.world = world or World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
-        visible = torch.cuda.device_count() if self.world.device.type == "cuda" else 0
-        self.job = job = job.resolve(self.world.size, "cuda" if self.world.device.type == "cuda" else "cpu", max(visible, self.world.size))
+        on_gpu = self.world.device.type == "cuda"
+        visible = max(torch.cuda.device_count() if on_gpu else 0, self.world.size)
+        self.job = job = job.resolve(self.world.size, "cuda" if on_gpu else "cpu", visible, own_model=True)
         self.mesh = Mesh.parse(job.mesh)
         assert job.precision.compute and job.precision.reduce and job.precision.master
         self.precision = Precision.of(job.precision.compute, job.precision.reduce, job.precision.master)
         self.ledger = Ledger()
         self.model = model
+        plan = rules if rules is not None else library.tensor_plan(model)
         cut = Cut(
             ZeroPolicy.of(job.zero.stage, job.zero.gradients, job.zero.params),
             self.precision,
@@ -83,14 +83,21 @@ class Engine:
             job.compile.backend if job.compile.mode == "block" else None,
             tuple(job.zero.keep),
             tuple(library.regular_modules(model) if regular is None else regular),
+            plan,
+            job.tensor.sequence,
         )
         self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial)
         self.walk = self.parallel.walk
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)
+        self.tensors = self.parallel.tensors
+        #: Of the ranks that compute the same loss of the same rows, the one that counts it.
+        self.counts = self.tensors.group.index == 0
         self.forward = forward or call_model
         self.counts_targets = loss is None
         self.loss = loss or next_token_loss
+        #: The same loss of logits that are cut over the vocabulary, where nobody else looks at them.
+        self._cut_loss = cut_next_token_loss(self.tensors) if loss is None and self.tensors.vocab else None
         pieces = [piece for group in self.parallel.groups for piece in group.pieces]
         groups = parameter_groups(pieces, job.optimizer.weight_decay)
         self.optimizer = (optimizer or make_optimizer(job.optimizer))(groups) if groups else None
@@ -147,12 +154,28 @@ class Engine:
             count = self.job.microbatches if local else self.forwards(whole.rows)
             if self.counts_targets and not local:
                 self.now.expected = count_targets(whole)
+        if self.steps == 0:
+            self._same_rows(mine)
         if local:
             self._roll_call(mine, closing=False)
         self.now.microbatches = mine.microbatches(count) if mine is not None else [None] * count
         if count not in self._schedules:
             self._schedules[count] = training_step(pipeline(self.job.pipeline.schedule, 1, count))
         return self._schedules[count]
+
+    def _same_rows(self, mine: Batch | None) -> None:
+        """Ranks that differ only along tp compute the same rows, so a loader that gives each rank its own is refused."""
+        if self.tensors.group.size == 1:
+            return
+        prints = self.everybody.objects(None if mine is None else mine.fingerprint(), reason="same rows")
+        for rank, found in enumerate(prints):
+            first = self.mesh.group(rank, "tp")[0]
+            if found != prints[first]:
+                at = " ".join(f"{axis}={self.mesh.at(rank)[axis]}" for axis in ROW_AXES if self.mesh[axis] > 1) or "dp=0"
+                raise JobError(
+                    f"rank {rank} was given other rows than rank {first}, and both stand at {at}: ranks that differ only along tp take "
+                    "the same rows; give each those of its dp coordinate (engine.loader does), or the whole batch to all"
+                )
 
     def forwards(self, rows: int) -> int:
         """Forwards that `rows` rows of the whole job take on every rank, also on one with a row less."""
@@ -164,7 +187,7 @@ class Engine:
 
     def _roll_call(self, mine: Batch | None, closing: bool) -> None:
         """Ranks with rows of their own tell how many targets they have, and whether they have come to their end."""
-        targets = count_targets(mine) if mine is not None and self.counts_targets else 0
+        targets = count_targets(mine) if mine is not None and self.counts_targets and self.counts else 0
         self.now.roll = torch.tensor([targets, float(closing)], dtype=torch.float64, device=self.world.device)
         self.now.roll_work = self.everybody.all_reduce(self.now.roll, reason="roll call", lane="vote")
         self._served_local = True
@@ -173,12 +196,24 @@ class Engine:
         microbatch = self.now.microbatches[action.microbatch or 0]
         if microbatch is None or microbatch.rows == 0:
             return
-        microbatch = microbatch.to(self.world.device, self.precision.compute)
         self.walk.begin_forward()
-        output = self.forward(self.model, microbatch)
-        self.now.loss, count = self.loss(output, microbatch)
+        _, self.now.loss, count = self.run_forward(microbatch)
         self.walk.end_forward()
         self._add(self.now.loss, count, microbatch.rows)
+
+    def run_forward(self, microbatch: Batch, whole: bool = False) -> tuple[Any, Tensor, Tensor | float]:
+        """The model's output, its sum of losses and the number of targets. whole: somebody else looks at the output, so that logits
+        that would be cut over the vocabulary are joined first."""
+        microbatch = microbatch.to(self.world.device, self.precision.compute)
+        cut_loss = None if whole else self._cut_loss
+        stream = self.tensors.stream
+        stream.cuts_logits = cut_loss is not None
+        try:
+            output = self.forward(self.model, microbatch)
+        finally:
+            stream.cuts_logits = False
+            stream.forget()
+        return output, *(cut_loss or self.loss)(output, microbatch)
 
     def _backward(self, action: Action) -> None:
         last = action.microbatch == len(self.now.microbatches) - 1
@@ -197,6 +232,8 @@ class Engine:
         self.walk.end_backward()
 
     def _add(self, loss: Tensor, count: Tensor | float, rows: int) -> None:
+        if not self.counts:
+            return
         self.now.sums[0] += loss.detach().to(torch.float64)
         self.now.sums[1] += count if isinstance(count, Tensor) else float(count)
         self.now.sums[2] += rows
@@ -226,6 +263,7 @@ class Engine:
             group.reduce_replicas()
         for group in self.parallel.groups:
             group.wait_reduced()
+        sum_over_tp(self.parallel)
 
     def _vote(self, action: Action) -> None:
         """One sum over all ranks: loss, counts, squared norm, wish to stop; with it every rank comes to the same verdict."""
@@ -245,8 +283,9 @@ class Engine:
         """Sum of squares over my part of the gradient; the parts of all ranks are the whole, once: copies speak only once."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for group in self.parallel.groups:
-            if group.trainable and group.group.first:
-                total += torch.linalg.vector_norm(group.my_gradient()).to(torch.float64) ** 2
+            if group.trainable:
+                for part in group.counted_gradient():
+                    total += torch.linalg.vector_norm(part).to(torch.float64) ** 2
         return total
 
     def _after(self) -> float:

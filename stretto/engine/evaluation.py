@@ -44,9 +44,8 @@ def evaluate(engine: Engine, batches: Iterable[Mapping[str, Any] | Batch], metri
 def _one(engine: Engine, microbatch: Batch | None, metrics: Metrics | None, sums: dict[str, list[float]]) -> None:
     engine.walk.begin_forward()
     if microbatch is not None and microbatch.rows:
-        microbatch = microbatch.to(engine.world.device, engine.precision.compute)
-        output = engine.forward(engine.model, microbatch)
-        found = {"loss": engine.loss(output, microbatch)} | dict(metrics(output, microbatch) if metrics else {})
+        output, loss, count = engine.run_forward(microbatch, whole=metrics is not None)
+        found = {"loss": (loss, count)} | dict(metrics(output, microbatch) if metrics else {})
         for name, (value, number) in found.items():
             old = sums.setdefault(name, [0.0, 0.0])
             old[0] += float(value)

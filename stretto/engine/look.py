@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from stretto.parallel.parallelize import Parallel
+from stretto.parallel.place import Place
 from stretto.parallel.sharded import ShardedGroup
 
 
@@ -20,10 +23,28 @@ def whole_tensors(
         mine = part(group)
         if mine is None:
             continue
-        whole = group.whole_of(mine, reason)
+        buffer = group.whole_of(mine, reason)
         for slot in group.plan.slots:
+            whole = over_tp(parallel, slot.name, group.places[slot.name], buffer[slot.start : slot.stop].view(slot.shape), reason)
             for name in parallel.aliases[slot.name]:
-                yield name, whole[slot.start : slot.stop].view(slot.shape).cpu().clone() if rank == 0 else None
+                yield name, whole.cpu().clone() if rank == 0 else None
+
+
+def over_tp(parallel: Parallel, name: str, place: Place, mine: Tensor, reason: str) -> Tensor:
+    """The whole of a tensor of which this tp rank has the part `mine`. Collective over tp."""
+    tp = parallel.tensors.group
+    if not place.axis:
+        return mine
+    shapes = [place.local_shape(tp.mesh, rank) for rank in tp.ranks]
+    bounds = list(accumulate(map(math.prod, shapes), initial=0))
+    parts = mine.new_empty(bounds[-1])
+    parts[bounds[tp.index] : bounds[tp.index + 1]] = mine.reshape(-1)
+    tp.all_gather(parts, bounds, reason=f"{reason} {name}", lane="user").wait()
+    whole = mine.new_empty(place.shape)
+    for rank, shape, (start, stop) in zip(tp.ranks, shapes, pairwise(bounds), strict=True):
+        for there, here in place.layout.place(place.shape, tp.mesh, rank):
+            whole[there] = parts[start:stop].view(shape)[here]
+    return whole
 
 
 def bytes_held(model: nn.Module, parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from stretto.data.batch import NOT_COUNTED, Batch
 from stretto.errors import JobError
+from stretto.parallel.tensor import Tensors
+from stretto.parallel.vocab import vocab_cross_entropy
 
 Forward = Callable[[nn.Module, Batch], Any]
 #: (sum of losses, number of targets) of a microbatch. Sums, because only sums over ranks and microbatches mean one thing.
@@ -39,6 +41,19 @@ def next_token_loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = logits.float()  # the sum over the vocabulary needs more than 8 bits
     total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=NOT_COUNTED, reduction="sum")
     return total, (targets != NOT_COUNTED).sum()
+
+
+def cut_next_token_loss(tensors: Tensors) -> Loss:
+    """next_token_loss of a model whose head gives each rank the logits of its own part of the vocabulary."""
+    vocab = tensors.vocab
+    assert vocab is not None
+
+    def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        targets = batch["shift_labels"]
+        total = vocab_cross_entropy(logits_of(output), targets, tensors.stream.line, vocab, NOT_COUNTED)
+        return total, (targets != NOT_COUNTED).sum()
+
+    return loss
 
 
 def logits_of(output: Any) -> Tensor:

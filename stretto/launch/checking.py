@@ -39,7 +39,7 @@ def run_check(
     from stretto.launch.local import run_local
     from stretto.launch.outside import run_here
 
-    prepared = ready(job)
+    prepared = ready(job, own_model=model is not None)
     heard: list[Event] = []
     options = (dtype, steps, inject, blocks)
     if prepared.seat:

@@ -44,10 +44,10 @@ class Ready(NamedTuple):
         return f"{job.name}: {how}; {job.batch.size} rows a step: {rows}"
 
 
-def ready(job: Job) -> Ready:
+def ready(job: Job, own_model: bool = False) -> Ready:
     """The job resolved on this machine, on as many ranks as were started, or as its mesh says. Raises JobError."""
     here, found = seat(os.environ), devices()
-    return Ready(job.resolve(here.ranks if here else None, found.kind, found.visible), here, found)
+    return Ready(job.resolve(here.ranks if here else None, found.kind, found.visible, own_model=own_model), here, found)
 
 
 def train(

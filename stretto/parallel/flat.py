@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from stretto.layout.layout import Flat, Layout, Shape
+from stretto.layout.layout import Flat, Shape
 
 Granularity = Literal["element", "row", "matrix"]
 #: Tensors start at multiples of this many bytes, so that kernels load whole cache lines.
@@ -40,8 +40,14 @@ class FlatPlan:
     bounds: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Sequence[tuple[str, Shape]], parts: int, granularity: Granularity = "element", itemsize: int = 4) -> FlatPlan:
-        """Lay tensors one after another, aligned; cut into `parts`.
+    def of(
+        tensors: Sequence[tuple[str, Shape]],
+        parts: int,
+        granularity: Granularity = "element",
+        itemsize: int = 4,
+        room: Sequence[int] | None = None,
+    ) -> FlatPlan:
+        """Lay tensors one after another, aligned; cut into `parts`. room: elements to leave for each, where not just its own.
 
         element: equal parts, wherever that cuts (the buffer is padded so that it divides).
         row: only between rows of a tensor. matrix: only between tensors, so that one rank has all of each
@@ -49,9 +55,9 @@ class FlatPlan:
         """
         align = max(1, ALIGN_BYTES // itemsize)
         slots, at = [], 0
-        for name, shape in tensors:
+        for (name, shape), elements in zip(tensors, room or [math.prod(shape) for _, shape in tensors], strict=True):
             slots.append(Slot(name, shape, at))
-            at = _up(at + math.prod(shape), align)
+            at = _up(at + elements, align)
         if granularity == "element":
             total = _up(at, align * parts)
             return FlatPlan(tuple(slots), total, tuple(total * i // parts for i in range(parts + 1)))
@@ -84,9 +90,9 @@ class FlatPlan:
                 found.append((slot, start - slot.start, stop - slot.start))
         return found
 
-    def layout(self, slot: Slot, axes: tuple[str, ...]) -> Layout:
-        """Where a tensor lies when this buffer is cut along `axes`."""
-        return Layout(((),) * len(slot.shape), flat=Flat(axes, slot.start, self.total, self.bounds))
+    def flat(self, slot: Slot, axes: tuple[str, ...]) -> Flat:
+        """A tensor's place in this buffer when it is cut along `axes`."""
+        return Flat(axes, slot.start, self.total, self.bounds)
 
 
 def _nearest(points: Sequence[int], ideal: float) -> int:

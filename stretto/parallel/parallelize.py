@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from stretto.comm.transport import World
 from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
-from stretto.parallel import recompute
+from stretto.parallel import recompute, rules, tensor
 from stretto.parallel.flat import Granularity
+from stretto.parallel.place import Fill, Place, fill_parts
 from stretto.parallel.precision import Precision
-from stretto.parallel.sharded import Fill, Room, ShardedGroup
+from stretto.parallel.sharded import Room, ShardedGroup
 from stretto.parallel.units import Unit, block_list, units_of
 from stretto.parallel.walk import Stop, Walk
 from stretto.parallel.weights import write_directly
@@ -28,7 +29,8 @@ SLOTS = 2
 
 @dataclass(frozen=True)
 class Cut:
-    """How the model is to be cut, taken from a Job."""
+    """How the model is to be cut, taken from a Job. plan: the styles of its modules over tp, see rules.py; sequence: whether the
+    tokens between cut layers are cut too, None: where that is known to be safe."""
 
     policy: ZeroPolicy
     precision: Precision
@@ -37,11 +39,14 @@ class Cut:
     compile_backend: str | None = None
     keep: tuple[str, ...] = ()
     regular: tuple[str, ...] = ()
+    plan: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool | None = None
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A cut model: its walk, and names that mean the same parameter (tied weights), by the name that is kept."""
+    """A cut model: its walk, its tensor parallelism, and names that mean the same parameter (tied weights), by the name that is
+    kept."""
 
     walk: Walk
     groups: tuple[ShardedGroup, ...]
@@ -49,48 +54,84 @@ class Parallel:
     aliases: dict[str, tuple[str, ...]]
     shard: Group
     replicas: Group
+    tensors: tensor.Tensors
 
 
 def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Ledger, initial: Fill | None) -> Parallel:
     """Cut `model` in place. initial: gives a named parameter's first values, asked only for what this rank holds (a model on
     the meta device needs it); None: rank 0's values are everybody's.
 
-    Order: recompute wraps the blocks' forwards, then compile, then units and groups, and values last: a model on the meta
-    device never exists whole on a rank that cuts parameters.
+    Order: tensor rules cut weights, recompute wraps the blocks' forwards, then compile, then units and groups, and values last:
+    a model on the meta device never exists whole on a rank that cuts parameters.
     """
     _refuse_batch_norm(model, mesh)
     _, blocks = block_list(model)
-    recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=cut.compile_backend is not None)
-    if cut.compile_backend is not None:
-        _compile(blocks, cut.compile_backend)
     aliases = _aliases(model)
+    own: dict[str, nn.Parameter] = {}
     if initial is None:
         _check_real(model)
         _same_on_all_ranks(model, world, mesh)
-        initial = _from_model(model)
+        own = dict(model.named_parameters())
+        initial = _from(own)
+    compiled = cut.compile_backend is not None
+    tensors = _cut_tensors(model, cut, mesh, Group(world, mesh, ("tp",), ledger))
+    initial = fill_parts(initial, tensors.places, mesh, world.rank)
+    recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=compiled, remember=tensors.stream.remember)
+    if cut.compile_backend is not None:
+        _compile(blocks, cut.compile_backend)
     _leave_meta(model, world.device)
     units = units_of(model, regular=cut.regular, keep=cut.keep)
     shard = Group(world, mesh, SHARD_AXES, ledger)
     replicas = Group(world, mesh, REPLICATE_AXES, ledger)
     summed = shard if cut.policy.reduction == "reduce_scatter" else Group(world, mesh, REPLICATE_AXES + SHARD_AXES, ledger)
-    stops = [Stop(i, unit, _groups(unit, cut, summed, replicas)) for i, unit in enumerate(units)]
+    stops = [Stop(i, unit, _groups(unit, cut, summed, replicas, tensors.places)) for i, unit in enumerate(units)]
     rooms = _assign_rooms(stops, cut)
     for stop in stops:
         for group in stop.groups:
             group.allocate(initial)
+            for name in group.names:
+                own.pop(name, None)  # read, and let go
     _move_buffers(model, world.device, cut.precision)
     walk = Walk(model, stops, cut.policy, world.rank, watch_inside=cut.compile_backend is None)
     if cut.compile_backend is None:  # a compiled backward is one kernel after another, with no place for a layer's own
         write_directly(model, walk)
-    return Parallel(walk, walk.groups, rooms, aliases, shard, replicas)
+    return Parallel(walk, walk.groups, rooms, aliases, shard, replicas, tensors)
 
 
-def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group) -> list[ShardedGroup]:
+def sum_over_tp(parallel: Parallel) -> None:
+    """Add, in one all-reduce an axis, the gradients of which each tp rank has only its own tokens' or heads' share (REFERENCE D3).
+    After the reduction over dp: a sum of sums comes to the same, and the parts are small."""
+    trainable = [group for group in parallel.groups if group.trainable]
+    axes = dict.fromkeys(place.summed for group in trainable for place in group.places.values() if place.summed)
+    for axis in sorted(axes):
+        parts = [part for group in trainable for part in group.summed_gradient(axis)]
+        if not parts:
+            continue  # this dp rank updates none of them, and so do its tp neighbours
+        flat = torch.cat(parts)
+        tp = parallel.tensors.group
+        Group(tp.world, tp.mesh, (axis,), tp.ledger).all_reduce(flat, reason="sum over tp", lane="tensor").wait()
+        at = 0
+        for part in parts:
+            part.copy_(flat[at : at + part.numel()])
+            at += part.numel()
+
+
+def _cut_tensors(model: nn.Module, cut: Cut, mesh: Mesh, group: Group) -> tensor.Tensors:
+    """On one tp rank nothing is cut, and no rule is needed."""
+    if group.size == 1:
+        return tensor.cut(model, rules.Rules({}, {}, False), mesh, group, gathers_again=False)
+    # what is computed again in backward is gathered again there anyway; the compiler decides for itself what it keeps
+    again = cut.recompute == "none" and cut.compile_backend is None
+    return tensor.cut(model, rules.resolve(model, cut.plan, group.size, cut.sequence), mesh, group, gathers_again=again)
+
+
+def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group, places: Mapping[str, Place]) -> list[ShardedGroup]:
     """One group of the unit's trainable parameters, one of its frozen ones: a group is reduced and updated as a whole."""
     groups = []
     for trainable, label in ((True, ""), (False, " (frozen)")):
         params = [(name, p) for name, p in unit.params if p.requires_grad is trainable]
         if params:
+            params.sort(key=lambda named: _order(places[named[0]]))
             groups.append(
                 ShardedGroup(
                     unit.name + label,
@@ -101,9 +142,16 @@ def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group) -> list[Sharded
                     cut.precision,
                     granularity=cut.granularity,
                     kept=not unit.regular or cut.policy.params == "step",
+                    places=places,
                 )
             )
     return groups
+
+
+def _order(place: Place) -> tuple[str, str]:
+    """First what tp cuts, then what neighbours share, then what is whole and complete, last what is whole and to be summed: each is
+    then one range of the buffer."""
+    return ("" if place.axis == "tp" else place.axis or "whole", place.summed)
 
 
 def _assign_rooms(stops: Sequence[Stop], cut: Cut) -> tuple[Room, ...]:
@@ -182,9 +230,8 @@ def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh) -> None:
                 tensor.data.copy_(flat.view(tensor.shape))
 
 
-def _from_model(model: nn.Module) -> Fill:
-    """A Fill that reads a real model's own values; each tensor is let go once it has been read."""
-    params = dict(model.named_parameters())
+def _from(params: Mapping[str, nn.Parameter]) -> Fill:
+    """A Fill that reads a real model's own values."""
 
     def fill(name: str, start: int, out: Tensor) -> None:
         out.copy_(params[name].data.reshape(-1)[start : start + out.numel()])

@@ -1,7 +1,8 @@
 """Which activations of a block are kept for its backward, and which are computed again there.
 
 `none` keeps all; `full` keeps a block's inputs; `selective` also keeps the outputs of weight matrix products and of
-attention, so that backward repeats only the cheap rest: norms, rotations, activations, sums.
+attention, so that backward repeats only the cheap rest: norms, rotations, activations, sums. Where a product is one rank's
+summand, its sum is kept in its place: to add it up again would be another message.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stretto.anatomy import Recompute
+from stretto.comm.crossing import CARRY
 
 aten = torch.ops.aten
 
@@ -34,16 +36,25 @@ ATTENTION = frozenset(
     )
 )
 KEPT = PRODUCTS | ATTENTION
+SUMS = ("all_reduce", "reduce_scatter")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, around its repetition
 
 
-def apply(blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, compiled: bool = False) -> None:
+#: Called where a block runs; what it returns is called before the block runs again, and brings back what the block reads
+#: besides its arguments.
+Remember = Callable[[], Callable[[], None]]
+
+
+def apply(
+    blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, compiled: bool = False, remember: Remember | None = None
+) -> None:
     """Let each block keep what `mode` says. The last call decides: "none" takes an earlier mode off again.
 
     It replaces `block.forward`, not the call, so that the block's hooks stay outside and run once a forward.
     preserve_rng: draw the same dropout again; False where ranks are threads, which share torch's global generator.
-    compiled: `block.forward` will be compiled after this call: the compiler cannot read `_Keep`, it has its own way.
+    compiled: `block.forward` will be compiled after this call: the compiler cannot read `_Keep`, it has its own way, and what a
+    block reads besides its arguments is part of the graph.
     """
     for block in blocks:
         current = block.forward
@@ -51,29 +62,52 @@ def apply(blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, c
         if mode == "none" and forward is not current:
             block.forward = forward
         elif mode != "none":
-            block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng)
+            block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng, None if compiled else remember)
 
 
 class Recomputed:
     """A forward whose activations are dropped and computed again in backward. An object, so that a copy of the module
     copies it too: a closure would go on calling the first module."""
 
-    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any], preserve_rng: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any], preserve_rng: bool, remember: Remember | None = None) -> None:
         functools.update_wrapper(self, forward, updated=())  # models look at the signature
-        self.forward, self.call, self.preserve_rng = forward, call, preserve_rng
+        self.forward, self.call, self.preserve_rng, self.remember = forward, call, preserve_rng, remember
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self.forward, *args, preserve_rng_state=self.preserve_rng, **kwargs)
+        forward = self.forward if self.remember is None else functools.partial(_again, self.forward, self.remember())
+        return self.call(forward, *args, preserve_rng_state=self.preserve_rng, **kwargs)
+
+
+def _again(forward: Callable[..., Any], recall: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
+    recall()
+    return forward(*args, **kwargs)
+
+
+def kept(func: Any, args: Sequence[Any]) -> bool:
+    """Whether selective recompute keeps this operator's output."""
+    return func in KEPT or (func is CARRY and args[2] in SUMS)
 
 
 # --- selective ------------------------------------------------------------------------------------
 
 
-class _Kept:
-    """What one forward of one block keeps: per kept operator, in order, its output and the output's version."""
+class _Output(NamedTuple):
+    """What one kept operator gave. value: None if it was let go. versions: of the value's tensors when it was kept."""
 
-    def __init__(self) -> None:
-        self.outputs: list[tuple[Any, Any, tuple[int, ...]] | None] = []
+    func: Any
+    value: Any
+    versions: tuple[int, ...]
+
+
+class _Summand(NamedTuple):
+    """A product of which only the sum over ranks is kept: in the repetition anything of its shape will do."""
+
+    func: Any
+    like: Tensor
+
+
+#: What one forward of one block keeps, in order.
+Outputs = list[_Output | _Summand]
 
 
 def _versions(output: Any) -> tuple[int, ...]:
@@ -97,21 +131,25 @@ class _Keep(TorchDispatchMode):
     product of a block only feeds the residual sum, which needs no inputs in backward, so it is let go.
     """
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, outputs: Outputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func in KEPT:
+        if kept(func, args):
+            last = self.outputs[-1] if self.outputs else None
+            if func is CARRY and isinstance(last, _Output) and last.func in PRODUCTS and _same_memory(last.value, args[0]):
+                empty = last.value.new_empty(()).expand(last.value.shape)
+                self.outputs[-1] = _Summand(last.func, empty)
             alias = _alias(output)
-            self.kept.outputs.append((func, alias, _versions(alias)))
+            self.outputs.append(_Output(func, alias, _versions(alias)))
         return output
 
     def __exit__(self, *problem: Any) -> None:
-        products = [n for n, entry in enumerate(self.kept.outputs) if entry is not None and entry[0] in PRODUCTS]
-        if products:
-            self.kept.outputs[products[-1]] = None
+        products = [n for n, output in enumerate(self.outputs) if output.func in PRODUCTS]
+        for n in range(products[-1], len(self.outputs)) if products else ():
+            self.outputs[n] = _Output(self.outputs[n].func, None, ())
         super().__exit__(*problem)  # type: ignore[no-untyped-call]
 
 
@@ -121,9 +159,9 @@ class _Replay(TorchDispatchMode):
     A kept output that the block has since changed in place is stale, and is computed again.
     """
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, outputs: Outputs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.outputs = outputs
         self.next = 0
 
     def __enter__(self) -> Self:
@@ -132,21 +170,32 @@ class _Replay(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KEPT:
-            entry = self.kept.outputs[self.next] if self.next < len(self.kept.outputs) else None
+        if kept(func, args):
+            output = self.outputs[self.next] if self.next < len(self.outputs) else None
             self.next += 1
-            if entry is not None and entry[0] is func and entry[2] == _versions(entry[1]):
-                return _alias(entry[1])
+            if isinstance(output, _Summand) and output.func is func:
+                return torch.empty_like(output.like, memory_format=torch.contiguous_format)
+            if (
+                isinstance(output, _Output)
+                and output.func is func
+                and output.value is not None
+                and output.versions == _versions(output.value)
+            ):
+                return _alias(output.value)
         return func(*args, **(kwargs or {}))
 
 
+def _same_memory(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _selective() -> Contexts:
-    kept = _Kept()
-    return _Keep(kept), _Replay(kept)
+    outputs: Outputs = []
+    return _Keep(outputs), _Replay(outputs)
 
 
 def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if func in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if kept(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False)

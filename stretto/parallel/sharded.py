@@ -15,8 +15,9 @@ there. Two waits follow from it: for a result, and (`wait`) until peers have rea
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,14 +29,13 @@ from stretto.errors import RunError
 from stretto.layout.layout import Layout
 from stretto.layout.zero import GroupFacts, ZeroPolicy
 from stretto.parallel.flat import FlatPlan, Granularity, Slot
+from stretto.parallel.place import Fill, Place
 from stretto.parallel.precision import Precision
-
-#: Writes values [start, start + len(out)) of a named tensor, taken flat, to `out`.
-Fill = Callable[[str, int, Tensor], None]
 
 
 class Piece(NamedTuple):
-    """What this rank updates of one named parameter: `value.grad` is its gradient. start, stop: elements of the whole, taken flat."""
+    """What this rank updates of one named parameter: `value.grad` is its gradient. shape: before ZeRO, so of the part that tp leaves;
+    start, stop: elements of that, taken flat."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,8 @@ class Room:
 class ShardedGroup:
     """See the module. `at` moments come from parallel/walk.py, which knows the order of groups.
 
-    params: named; the same names, shapes and order on every rank. axes along which parts lie: those of `group`.
+    params: named; the same names, shapes and order on every rank of `group`, along whose axes parts lie. places: where those lie
+    over tp that are not whole and complete there; they follow each other as `regions` needs it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ShardedGroup:
         *,
         granularity: Granularity = "element",
         kept: bool = False,
+        places: Mapping[str, Place] | None = None,
     ) -> None:
         self.name, self.group, self.replicas, self.policy, self.precision = name, group, replicas, policy, precision
         self.params = tuple(p for _, p in params)
@@ -84,7 +86,9 @@ class ShardedGroup:
         self.trainable = self.params[0].requires_grad
         self.kept = kept
         itemsize = precision.compute.itemsize
-        self.plan = FlatPlan.of([(n, tuple(p.shape)) for n, p in params], group.size, granularity, itemsize)
+        self.places = {n: (places or {}).get(n) or Place.whole(tuple(p.shape)) for n, p in params}
+        room = [place.room(group.mesh) for place in self.places.values()]
+        self.plan = FlatPlan.of([(n, tuple(p.shape)) for n, p in params], group.size, granularity, itemsize, room)
         self.low, self.high = self.plan.bounds[group.index], self.plan.bounds[group.index + 1]
         self.device = group.world.device
         self._views: list[Tensor] = []
@@ -183,9 +187,16 @@ class ShardedGroup:
             yield Piece(slot.name, slot.shape, start, stop, value)
 
     def layouts(self) -> dict[str, Layout]:
-        """Where each parameter's master copy and moments lie."""
+        """Where each parameter's master copy and moments lie, of the whole tensor (whose shape is `places[name].shape`)."""
         axes = self.group.axes if self.cuts("optim") else ()
-        return {s.name: self.plan.layout(s, axes) if axes else Layout.whole(s.shape) for s in self.plan.slots}
+        places = self.places
+        return {s.name: places[s.name].flat(self.plan.flat(s, axes)) if axes else places[s.name].layout for s in self.plan.slots}
+
+    def regions(self) -> Iterator[tuple[Place, int, int]]:
+        """Ranges [start, stop) of the buffer, each with the place of all that lies in it: how it is cut and summed over tp."""
+        for _, slots in itertools.groupby(self.plan.slots, key=lambda s: (self.places[s.name].axis, self.places[s.name].summed)):
+            found = list(slots)
+            yield self.places[found[0].name], found[0].start, found[-1].stop
 
     def temporary(self) -> list[Tensor]:
         """Whole buffers of this group alone, beside what is held between steps."""
@@ -380,6 +391,22 @@ class ShardedGroup:
     def my_gradient(self) -> Tensor:
         """My part of the reduced gradients, whatever the stage: the parts of all ranks are the whole, once."""
         return self.grad if self.reduces_each else self.grad[self.low : self.high]
+
+    def counted_gradient(self) -> list[Tensor]:
+        """Of my part, what this rank counts in a norm: where other ranks hold the same, the first of them counts it."""
+        if self.replicas.index and not set(self.replicas.axes) <= set(self.group.axes):
+            return []
+        mine, rank = self.my_gradient(), self.group.world.rank
+        ranges = [(a, b) for place, a, b in self.regions() if place.counts(self.group.mesh, rank)]
+        return [
+            mine[max(a, self.low) - self.low : max(min(b, self.high) - self.low, 0)] for a, b in ranges if a < self.high and b > self.low
+        ]
+
+    def summed_gradient(self, axis: str) -> list[Tensor]:
+        """Of what I update, the gradients that are still to be added over `axis`: the same ranges on all its ranks."""
+        gradient, low, high = self.update_gradient(), self.update_low, self.update_high
+        ranges = [(max(a, low), min(b, high)) for place, a, b in self.regions() if place.summed == axis]
+        return [gradient[a - low : b - low] for a, b in ranges if a < b]
 
     def update_gradient(self) -> Tensor:
         """The reduced gradients of what I update."""

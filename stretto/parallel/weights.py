@@ -62,13 +62,13 @@ class Direct:
 
 
 def _kind(module: nn.Module) -> Callable[..., Any] | None:
-    """How a layer's forward is done here; None: it is left as it is. Exactly torch's own class: a subclass may compute anything."""
+    """How a layer's forward is done here; None: it is left as it is. Exactly torch's own forward: a subclass may compute anything."""
     if "forward" in vars(module):
         return None  # somebody has replaced it before, and knows why
-    if type(module) is nn.Linear:
+    if type(module).forward is nn.Linear.forward:
         return lambda layer, x, place: _Linear.apply(x, layer.weight, layer.bias, place)  # type: ignore[no-untyped-call]
-    if type(module) is nn.Embedding and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
-        return lambda layer, ids, place: _Embedding.apply(ids, layer.weight, layer.padding_idx, place)  # type: ignore[no-untyped-call]
+    if type(module).forward is nn.Embedding.forward and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
+        return lambda layer, ids, place: _Embedding.apply(ids, layer.weight, layer.padding_idx, place)
     return None
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stretto.layout.layout import Shape
 from stretto.layout.mesh import Mesh
 from stretto.parallel.flat import ALIGN_BYTES, FlatPlan, Granularity
+from stretto.parallel.place import Place
 
 GRANULARITIES: tuple[Granularity, ...] = ("element", "row", "matrix")
 
@@ -106,7 +107,7 @@ def test_the_layout_of_a_tensor_gives_each_rank_its_pieces(case: tuple[FlatPlan,
         pieces = {slot.name: list(range(start, stop)) for slot, start, stop in plan.pieces(plan.bounds[rank], plan.bounds[rank + 1])}
         for slot in plan.slots:
             numbers = np.arange(slot.elements).reshape(slot.shape)
-            boxes = plan.layout(slot, ("dp",)).boxes(slot.shape, mesh, rank)
+            boxes = Place.whole(slot.shape).flat(plan.flat(slot, ("dp",))).boxes(slot.shape, mesh, rank)
             held = [numbers[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))].ravel() for box in boxes]
             assert [int(i) for piece in held for i in piece] == pieces.get(slot.name, [])
 

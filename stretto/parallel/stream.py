@@ -1,0 +1,127 @@
+"""Stream: what runs between the layers that tp cuts, see [Note: the stream] in rules.py; and how a layer is entered and left."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.comm.crossing import Line, cross
+from stretto.errors import RunError
+from stretto.layout.layout import Shape
+from stretto.layout.transition import Have
+
+
+class Stream:
+    """The stream of the forward under way. One a model: forwards follow each other.
+
+    cut: whether each rank has only its part of the tokens. tokens: [B, T] of the whole stream, told by whatever it begins with
+    (a pipeline stage without a beginning is told by its engine). cuts_logits: whether the loss takes logits of this rank's part
+    of the vocabulary, as the engine's own does; anybody else gets them joined.
+    """
+
+    def __init__(self, line: Line, cut: bool, *, gathers_again: bool) -> None:
+        self.line, self.cut, self.gathers_again = line, cut, gathers_again
+        self.tokens: Shape = ()
+        self.cuts_logits = False
+        self._entered: tuple[Callable[[], Tensor | None], Tensor] | None = None
+        self.gathered: Gathered | None = None
+
+    @property
+    def form(self) -> Have:
+        return "cut" if self.cut else "same"
+
+    def forget(self) -> None:
+        """The forward is over."""
+        self._entered = self.gathered = None
+
+    def remember(self) -> Callable[[], None]:
+        """A way back to this moment's tokens, for a block that runs again in backward when other forwards may have been."""
+        tokens = self.tokens
+
+        def recall() -> None:
+            self.tokens = tokens
+
+        return recall
+
+    def begin(self, x: Tensor, reason: str) -> Tensor:
+        """x: [B, T, H], the same on every rank."""
+        self.tokens = tuple(x.shape[:-1])
+        return cross(x, self.line, "same", "cut", x.shape, reason=reason) if self.cut else x
+
+    def end(self, x: Tensor, reason: str) -> Tensor:
+        """The stream's tokens, all on every rank, which go on to do the same with them."""
+        return cross(x, self.line, "cut", "alike", self._whole(x, reason), reason=reason) if self.cut else x
+
+    def enter(self, x: Tensor, have: Have, reason: str) -> Tensor:
+        """All tokens of x, for each rank to use for its own part. Layers that read the same x one after another cross once."""
+        if self._entered is not None and self._entered[0]() is x:
+            return self._entered[1]
+        whole = self._whole(x, reason) if have == "cut" else tuple(x.shape)
+        crossed = cross(x, self.line, have, "same", whole, reason=reason)
+        self._entered = weakref.ref(x), crossed
+        self.gathered = Gathered(x, crossed, self.line, reason) if have == "cut" and self.gathers_again else None
+        return crossed
+
+    def leave(self, x: Tensor, reason: str, begins: bool = False) -> Tensor:
+        """x: [B, T, H], a summand on each rank. Result: the sum, on the stream."""
+        if begins:
+            self.tokens = tuple(x.shape[:-1])
+        return cross(x, self.line, "sum", "cut" if self.cut else "same", x.shape, reason=reason)
+
+    def ids(self, ids: Tensor, reason: str) -> Tensor:
+        """Of ids [T] or [B, T], those of this rank's tokens."""
+        if not self.cut:
+            return ids
+        if not self.tokens:
+            raise RunError(f"{reason}: the stream has not begun, so which tokens are this rank's is not known")
+        whole = ids.expand(self.tokens).unsqueeze(-1)
+        return self.line.carry(whole, "slice", self.line.part(whole.shape, "tokens"), "tokens", reason).squeeze(-1)
+
+    def _whole(self, x: Tensor, reason: str) -> Shape:
+        if not self.tokens:
+            raise RunError(f"{reason}: the stream has not begun, so the shape of its whole is not known")
+        return (*self.tokens, x.shape[-1])
+
+
+class Piece(NamedTuple):
+    """A view of what was gathered, without its bytes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Gathered:
+    """Tokens that were gathered for column-parallel layers, which need them again for the gradients of their weights.
+
+    They are kept as this rank's part, and gathered again in backward, once for all layers that read them: n more elements on
+    the way, and (tp - 1) / tp of the layer's input less in memory (REFERENCE D2).
+    """
+
+    def __init__(self, part: Tensor, whole: Tensor, line: Line, reason: str) -> None:
+        self.part, self.line, self.reason = part.detach(), line, f"{reason}, again"
+        self.shape, self.address = tuple(whole.shape), whole.untyped_storage().data_ptr()
+        self.wanted = 0
+        self.again: Tensor | None = None
+
+    def pack(self, x: Tensor) -> Tensor | Piece:
+        """What autograd keeps in place of x."""
+        if x.untyped_storage().data_ptr() != self.address:
+            return x
+        self.wanted += 1
+        return Piece(x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self.again is None:
+            self.again = self.line.carry(self.part, "all_gather", self.shape, "tokens", self.reason)
+        whole = self.again
+        self.wanted -= 1
+        if self.wanted <= 0:
+            self.again = None
+        return whole.view(-1).as_strided(*kept)
