@@ -73,7 +73,7 @@ CARRY = torch.ops.stretto.carry.default
 
 
 @dataclass(frozen=True)
-class Line:
+class Bridge:
     """The ranks that activations cross between, `size` of them, seen from number `index`."""
 
     size: int
@@ -81,9 +81,9 @@ class Line:
     door: Door
 
     @staticmethod
-    def of(group: Group) -> Line:
+    def of(group: Group) -> Bridge:
         """The ranks of a group."""
-        return Line(group.size, group.index, Door(group))
+        return Bridge(group.size, group.index, Door(group))
 
     def part(self, whole: Sequence[int], dim: Dim) -> Shape:
         """The shape of this rank's part of an activation of shape `whole`."""
@@ -99,30 +99,32 @@ class Line:
         return out
 
 
-def cross(x: Tensor, line: Line, have: Have, want: Want, whole: Sequence[int], *, reason: str, dim: Dim = "tokens") -> Tensor:
-    """x, which lies on the ranks of `line` as `have`, as it is wanted. whole: its shape where it is not cut.
+def cross(x: Tensor, bridge: Bridge, have: Have, want: Want, whole: Sequence[int], *, reason: str, dim: Dim = "tokens") -> Tensor:
+    """x, which lies on the ranks of `bridge` as `have`, as it is wanted. whole: its shape where it is not cut.
 
     Raises RunError where x has not the shape it should have: something between two crossings has mixed tokens. Collective.
     """
-    expected = line.part(whole, dim) if have == "cut" else tuple(whole)
+    expected = bridge.part(whole, dim) if have == "cut" else tuple(whole)
     if tuple(x.shape) != expected:
         raise RunError(
             f"{reason}: {list(x.shape)} came where this rank's part of {list(whole)} is {list(expected)}; what runs between the cut "
             "layers must treat each token alone (write tensor.sequence=false where it does not)"
         )
-    result = line.part(whole, dim) if want == "cut" else tuple(whole)
-    crossed: Tensor = _Cross.apply(x, line, *TRANSITIONS[have, want], result, dim, reason)  # type: ignore[no-untyped-call]
+    result = bridge.part(whole, dim) if want == "cut" else tuple(whole)
+    crossed: Tensor = _Cross.apply(x, bridge, *TRANSITIONS[have, want], result, dim, reason)  # type: ignore[no-untyped-call]
     return crossed
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, forward: Collective, backward: Collective, result: Shape, dim: Dim, reason: str) -> Tensor:
-        ctx.line, ctx.backward_collective, ctx.home, ctx.dim, ctx.reason = line, backward, tuple(x.shape), dim, reason
-        return x.view_as(x) if forward == "none" else line.carry(x, forward, result, dim, reason)
+    def forward(
+        ctx: Any, x: Tensor, bridge: Bridge, forward: Collective, backward: Collective, result: Shape, dim: Dim, reason: str
+    ) -> Tensor:
+        ctx.bridge, ctx.backward_collective, ctx.home, ctx.dim, ctx.reason = bridge, backward, tuple(x.shape), dim, reason
+        return x.view_as(x) if forward == "none" else bridge.carry(x, forward, result, dim, reason)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         if ctx.backward_collective != "none":
-            grad = ctx.line.carry(grad, ctx.backward_collective, ctx.home, ctx.dim, f"{ctx.reason}, backward")
+            grad = ctx.bridge.carry(grad, ctx.backward_collective, ctx.home, ctx.dim, f"{ctx.reason}, backward")
         return grad, None, None, None, None, None, None

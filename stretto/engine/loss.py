@@ -50,7 +50,7 @@ def cut_next_token_loss(tensors: Tensors) -> Loss:
 
     def loss(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         targets = batch["shift_labels"]
-        total = vocab_cross_entropy(logits_of(output), targets, tensors.stream.line, vocab, NOT_COUNTED)
+        total = vocab_cross_entropy(logits_of(output), targets, tensors.stream.bridge, vocab, NOT_COUNTED)
         return total, (targets != NOT_COUNTED).sum()
 
     return loss

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.comm.crossing import Line, cross
+from stretto.comm.crossing import Bridge, cross
 from stretto.errors import RunError
 from stretto.layout.layout import Shape
 from stretto.layout.transition import Have
@@ -23,8 +23,8 @@ class Stream:
     of the vocabulary, as the engine's own does; anybody else gets them joined.
     """
 
-    def __init__(self, line: Line, cut: bool, *, gathers_again: bool) -> None:
-        self.line, self.cut, self.gathers_again = line, cut, gathers_again
+    def __init__(self, bridge: Bridge, cut: bool, *, gathers_again: bool) -> None:
+        self.bridge, self.cut, self.gathers_again = bridge, cut, gathers_again
         self.tokens: Shape = ()
         self.cuts_logits = False
         self._entered: tuple[Callable[[], Tensor | None], Tensor] | None = None
@@ -50,27 +50,27 @@ class Stream:
     def begin(self, x: Tensor, reason: str) -> Tensor:
         """x: [B, T, H], the same on every rank."""
         self.tokens = tuple(x.shape[:-1])
-        return cross(x, self.line, "same", "cut", x.shape, reason=reason) if self.cut else x
+        return cross(x, self.bridge, "same", "cut", x.shape, reason=reason) if self.cut else x
 
     def end(self, x: Tensor, reason: str) -> Tensor:
         """The stream's tokens, all on every rank, which go on to do the same with them."""
-        return cross(x, self.line, "cut", "alike", self._whole(x, reason), reason=reason) if self.cut else x
+        return cross(x, self.bridge, "cut", "alike", self._whole(x, reason), reason=reason) if self.cut else x
 
     def enter(self, x: Tensor, have: Have, reason: str) -> Tensor:
         """All tokens of x, for each rank to use for its own part. Layers that read the same x one after another cross once."""
         if self._entered is not None and self._entered[0]() is x:
             return self._entered[1]
         whole = self._whole(x, reason) if have == "cut" else tuple(x.shape)
-        crossed = cross(x, self.line, have, "same", whole, reason=reason)
+        crossed = cross(x, self.bridge, have, "same", whole, reason=reason)
         self._entered = weakref.ref(x), crossed
-        self.gathered = Gathered(x, crossed, self.line, reason) if have == "cut" and self.gathers_again else None
+        self.gathered = Gathered(x, crossed, self.bridge, reason) if have == "cut" and self.gathers_again else None
         return crossed
 
     def leave(self, x: Tensor, reason: str, begins: bool = False) -> Tensor:
         """x: [B, T, H], a summand on each rank. Result: the sum, on the stream."""
         if begins:
             self.tokens = tuple(x.shape[:-1])
-        return cross(x, self.line, "sum", "cut" if self.cut else "same", x.shape, reason=reason)
+        return cross(x, self.bridge, "sum", "cut" if self.cut else "same", x.shape, reason=reason)
 
     def ids(self, ids: Tensor, reason: str) -> Tensor:
         """Of ids [T] or [B, T], those of this rank's tokens."""
@@ -79,7 +79,7 @@ class Stream:
         if not self.tokens:
             raise RunError(f"{reason}: the stream has not begun, so which tokens are this rank's is not known")
         whole = ids.expand(self.tokens).unsqueeze(-1)
-        return self.line.carry(whole, "slice", self.line.part(whole.shape, "tokens"), "tokens", reason).squeeze(-1)
+        return self.bridge.carry(whole, "slice", self.bridge.part(whole.shape, "tokens"), "tokens", reason).squeeze(-1)
 
     def _whole(self, x: Tensor, reason: str) -> Shape:
         if not self.tokens:
@@ -102,8 +102,8 @@ class Gathered:
     the way, and (tp - 1) / tp of the layer's input less in memory (REFERENCE D2).
     """
 
-    def __init__(self, part: Tensor, whole: Tensor, line: Line, reason: str) -> None:
-        self.part, self.line, self.reason = part.detach(), line, f"{reason}, again"
+    def __init__(self, part: Tensor, whole: Tensor, bridge: Bridge, reason: str) -> None:
+        self.part, self.bridge, self.reason = part.detach(), bridge, f"{reason}, again"
         self.shape, self.address = tuple(whole.shape), whole.untyped_storage().data_ptr()
         self.wanted = 0
         self.again: Tensor | None = None
@@ -119,7 +119,7 @@ class Gathered:
         if isinstance(kept, Tensor):
             return kept
         if self.again is None:
-            self.again = self.line.carry(self.part, "all_gather", self.shape, "tokens", self.reason)
+            self.again = self.bridge.carry(self.part, "all_gather", self.shape, "tokens", self.reason)
         whole = self.again
         self.wanted -= 1
         if self.wanted <= 0:

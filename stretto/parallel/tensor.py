@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.comm.crossing import Line, cross
+from stretto.comm.crossing import Bridge, cross
 from stretto.comm.group import Group
 from stretto.errors import JobError
 from stretto.layout.layout import split
@@ -41,8 +41,8 @@ def cut(model: nn.Module, rules: Rules, mesh: Mesh, group: Group, *, gathers_aga
 
     gathers_again: whether what was gathered for column-parallel layers is kept as the rank's part only, see stream.Gathered.
     """
-    line = Line.of(group)
-    stream = Stream(line, rules.sequence and group.size > 1, gathers_again=gathers_again)
+    bridge = Bridge.of(group)
+    stream = Stream(bridge, rules.sequence and group.size > 1, gathers_again=gathers_again)
     places = _places(model, rules)
     _cut_parameters(model, places, mesh, group.world.rank)
     vocab = None
@@ -54,7 +54,7 @@ def cut(model: nn.Module, rules: Rules, mesh: Mesh, group: Group, *, gathers_aga
         seen.add(id(module))
         weight = f"{name}.weight"
         whole = next((places[kept].shape for kept, names in _names(model).items() if weight in names), ())
-        around = Around(name, module, rule, stream, line, whole)
+        around = Around(name, module, rule, stream, bridge, whole)
         around.hook()
         if rule.leaves == "head":
             vocab = around.outputs
@@ -123,8 +123,8 @@ def _cut_parameters(model: nn.Module, places: Mapping[str, Place], mesh: Mesh, r
 class Around:
     """What happens on entering and leaving one module."""
 
-    def __init__(self, name: str, module: nn.Module, rule: Rule, stream: Stream, line: Line, whole: tuple[int, ...]) -> None:
-        self.name, self.module, self.rule, self.stream, self.line = name, module, rule, stream, line
+    def __init__(self, name: str, module: nn.Module, rule: Rule, stream: Stream, bridge: Bridge, whole: tuple[int, ...]) -> None:
+        self.name, self.module, self.rule, self.stream, self.bridge = name, module, rule, stream, bridge
         self.columns = 1 if type(module).__name__ == "Conv1D" else 0
         self.outputs = whole[self.columns] if len(whole) == 2 else 0  # of the whole module
         self.vocab = whole[0] if whole else 0
@@ -152,7 +152,7 @@ class Around:
         if type(module).__name__ == "Conv1D":  # it views its result by them
             module.nx, module.nf = module.weight.shape
         elif isinstance(module, nn.Embedding) and module.padding_idx is not None:  # its row gets no gradient
-            low, high = split(self.vocab, self.line.size, self.line.index)
+            low, high = split(self.vocab, self.bridge.size, self.bridge.index)
             module.padding_idx = module.padding_idx - low if low <= module.padding_idx < high else None
 
     def _keep_parts(self) -> None:
@@ -175,7 +175,7 @@ class Around:
         return self.stream.enter(x, "same", f"enters {self.name}")
 
     def enter_ids(self, ids: Tensor) -> Tensor:
-        low, high = split(self.vocab, self.line.size, self.line.index)
+        low, high = split(self.vocab, self.bridge.size, self.bridge.index)
         mine = ids - low
         self.outside = (mine < 0) | (mine >= high - low)
         return mine.masked_fill(self.outside, 0)
@@ -184,7 +184,7 @@ class Around:
         return self.stream.ids(ids, f"enters {self.name}")
 
     def enter_split(self, x: Tensor) -> Tensor:
-        return cross(x, self.line, "same", "cut", x.shape, reason=f"enters {self.name}", dim="features")
+        return cross(x, self.bridge, "same", "cut", x.shape, reason=f"enters {self.name}", dim="features")
 
     # leaving
 
@@ -194,11 +194,11 @@ class Around:
 
     def leave_summed(self, out: Tensor) -> Tensor:
         out = self._looked_up(out)
-        return self._with_bias(cross(out, self.line, "sum", "same", out.shape, reason=f"leaves {self.name}"))
+        return self._with_bias(cross(out, self.bridge, "sum", "same", out.shape, reason=f"leaves {self.name}"))
 
     def leave_joined(self, out: Tensor) -> Tensor:
         whole = (*out.shape[:-1], self.outputs)
-        return cross(out, self.line, "cut", "alike", whole, reason=f"leaves {self.name}", dim="features")
+        return cross(out, self.bridge, "cut", "alike", whole, reason=f"leaves {self.name}", dim="features")
 
     def leave_head(self, out: Tensor) -> Tensor:
         return out if self.stream.cuts_logits else self.leave_joined(out)

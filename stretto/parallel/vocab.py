@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.comm.crossing import Line
+from stretto.comm.crossing import Bridge
 from stretto.errors import JobError
 from stretto.layout.layout import split
 
@@ -19,7 +19,7 @@ from stretto.layout.layout import split
 CHUNK = 1 << 18
 
 
-def vocab_cross_entropy(logits: Tensor, targets: Tensor, line: Line, vocab: int, not_counted: int) -> Tensor:
+def vocab_cross_entropy(logits: Tensor, targets: Tensor, bridge: Bridge, vocab: int, not_counted: int) -> Tensor:
     """The sum over targets that count of -log softmax(logits)[target], the same on every rank, in fp32 (fp64 for fp64).
 
     logits: [..., v], columns split(vocab, ranks, rank) of the whole; targets: [...] ids below `vocab`, or `not_counted`.
@@ -29,9 +29,9 @@ def vocab_cross_entropy(logits: Tensor, targets: Tensor, line: Line, vocab: int,
         raise JobError(f"logits {list(logits.shape)} do not fit targets {list(targets.shape)}")
     if targets.device.type == "cpu" and bool(((targets != not_counted) & ((targets < 0) | (targets >= vocab))).any()):
         raise JobError(f"a target is not below the vocabulary of {vocab} ids; {not_counted} marks one that does not count")
-    low, _ = split(vocab, line.size, line.index)
+    low, _ = split(vocab, bridge.size, bridge.index)
     total: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1), line, low, not_counted
+        logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1), bridge, low, not_counted
     )
     return total
 
@@ -44,11 +44,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """Keeps the logits, which the head has made anyway, and one number a token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, line: Line, low: int, not_counted: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, bridge: Bridge, low: int, not_counted: int) -> Tensor:
         tokens, part = logits.shape
         exact = _exact(logits.dtype)
         top = logits.amax(-1).to(exact) if part else logits.new_full((tokens,), -torch.inf, dtype=exact)
-        line.door.group.all_reduce(top, reason="loss, largest logit", op="max", lane="tensor").wait()
+        bridge.door.group.all_reduce(top, reason="loss, largest logit", op="max", lane="tensor").wait()
         mine, here = _own(targets, low, part, not_counted)
         sums = torch.zeros(2, tokens, dtype=exact, device=logits.device)
         for rows in _chunks(tokens, part):
@@ -56,7 +56,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             if part:
                 sums[1, rows] = shifted.gather(1, mine[rows, None])[:, 0] * here[rows]
             sums[0, rows] = shifted.exp_().sum(-1)
-        line.door.group.all_reduce(sums.view(-1), reason="loss, sums", lane="tensor").wait()
+        bridge.door.group.all_reduce(sums.view(-1), reason="loss, sums", lane="tensor").wait()
         log_sum = sums[0].log()
         ctx.save_for_backward(logits, targets, top + log_sum)
         ctx.low, ctx.not_counted = low, not_counted

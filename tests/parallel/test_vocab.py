@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stretto.comm.crossing import Line
+from stretto.comm.crossing import Bridge
 from stretto.comm.group import Group, Ledger
 from stretto.comm.threads import run_threads
 from stretto.errors import JobError
@@ -16,8 +16,8 @@ from stretto.parallel import vocab
 from stretto.parallel.vocab import vocab_cross_entropy
 
 
-def line_of(world, ledger=None):
-    return Line.of(Group(world, Mesh.of(tp=world.size), ("tp",), Ledger() if ledger is None else ledger))
+def bridge_of(world, ledger=None):
+    return Bridge.of(Group(world, Mesh.of(tp=world.size), ("tp",), Ledger() if ledger is None else ledger))
 
 
 def case(tokens: int, size: int, dtype=torch.float64):
@@ -38,7 +38,7 @@ def test_loss_and_gradient_are_those_of_the_whole(tokens, size, ranks):
 
     def rank(world):
         mine = logits.tensor_split(ranks, -1)[world.rank].clone().requires_grad_()
-        loss = vocab_cross_entropy(mine, targets, line_of(world), size, -100)
+        loss = vocab_cross_entropy(mine, targets, bridge_of(world), size, -100)
         (loss * 0.25).backward()
         return loss.detach(), mine.grad
 
@@ -55,7 +55,7 @@ def test_sixteen_bits_are_summed_in_thirty_two(dtype):
 
     def rank(world):
         mine = logits.tensor_split(2, -1)[world.rank].clone().requires_grad_()
-        loss = vocab_cross_entropy(mine, targets, line_of(world), 300, -100)
+        loss = vocab_cross_entropy(mine, targets, bridge_of(world), 300, -100)
         loss.backward()
         return loss.detach(), mine.grad.dtype
 
@@ -67,7 +67,7 @@ def test_sixteen_bits_are_summed_in_thirty_two(dtype):
 def test_logits_too_large_for_an_exponential_are_shifted_by_the_largest_of_all_ranks():
     def rank(world):
         logits = torch.tensor([[1000.0, -1000.0]] if world.rank else [[-1000.0, 0.0]])
-        return float(vocab_cross_entropy(logits, torch.tensor([2]), line_of(world), 4, -100))
+        return float(vocab_cross_entropy(logits, torch.tensor([2]), bridge_of(world), 4, -100))
 
     assert run_threads(rank, 2) == [0.0, 0.0]
 
@@ -76,7 +76,7 @@ def test_three_numbers_a_token_cross_and_nothing_backward():
     def rank(world):
         ledger = Ledger()
         logits = torch.zeros(6, 50, requires_grad=True)
-        vocab_cross_entropy(logits, torch.arange(6), line_of(world, ledger), 100, -100).backward()
+        vocab_cross_entropy(logits, torch.arange(6), bridge_of(world, ledger), 100, -100).backward()
         return [(entry.collective, entry.elements) for entry, _ in ledger]
 
     assert run_threads(rank, 2)[0] == [("all_reduce", 6), ("all_reduce", 12)]
@@ -99,7 +99,7 @@ def test_nothing_as_large_as_the_logits_is_made_but_their_gradient(monkeypatch):
         logits = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         seen.add(logits.data_ptr())
         with Sizes():
-            loss = vocab_cross_entropy(logits, torch.arange(512) % 64, line_of(world), 64, -100)
+            loss = vocab_cross_entropy(logits, torch.arange(512) % 64, bridge_of(world), 64, -100)
             made = len(large)
             loss.backward()
         return made, len(large)
@@ -110,7 +110,7 @@ def test_nothing_as_large_as_the_logits_is_made_but_their_gradient(monkeypatch):
 
 def test_a_target_beyond_the_vocabulary_is_refused():
     def rank(world):
-        return vocab_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 6]), line_of(world), 6, -100)
+        return vocab_cross_entropy(torch.zeros(2, 3), torch.tensor([0, 6]), bridge_of(world), 6, -100)
 
     with pytest.raises(JobError, match="not below the vocabulary of 6"):
         run_threads(rank, 2)
