@@ -39,6 +39,10 @@ STAGES: Mapping[str, int] = {
     "zero1": 1,
     "zero2": 2,
     "zero3": 3,
+    "zero0-gloo": 0,
+    "zero1-gloo": 1,
+    "zero2-gloo": 2,
+    "zero3-gloo": 3,
     "compute": 0,
 }
 DEFAULT = [name for name in STAGES if name != "ddp-view"]
@@ -57,12 +61,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """One variant in one bout. seconds: of each step, by round. Bytes: the most of any rank, see benchmarks/memory.py."""
+    """One variant in one bout. seconds: of each step, by round. Bytes: the most of any rank, see
+    benchmarks/memory.py; machine_bytes: each rank's most, shared pages by share, of all ranks together."""
 
     variant: str
     seconds: list[list[float]]
     loss: float
     private_bytes: int
+    machine_bytes: int
     high_water_bytes: int
 
     @property
@@ -99,6 +105,7 @@ def run_bout(variants: Sequence[str], command: Callable[[str], list[str]], args:
             seconds[name],
             losses[name][LOSS_STEP - 1],
             max(answer["private_bytes"] for answer in peaks[name]),
+            sum(answer["share_bytes"] for answer in peaks[name]),
             max(answer["high_water_bytes"] for answer in peaks[name]),
         )
         for name in variants
@@ -152,7 +159,7 @@ def bytes_available() -> int:
 
 def table(rows: Sequence[Row], foretold: Mapping[str, str]) -> str:
     """The rows as a markdown table."""
-    peaks = ("peak private MiB a rank", "peak RSS MiB a rank")
+    peaks = ("peak private MiB a rank", "peak PSS MiB of all ranks", "peak RSS MiB a rank")
     titles = ["", "s a step (quartiles)", "of DDP (rounds)", "foretold", "of FSDP2 (rounds)", *peaks, f"loss of step {LOSS_STEP}"]
     lines = [titles, ["---"] * len(titles)]
     by_name = {row.variant: row for row in rows}
@@ -160,7 +167,7 @@ def table(rows: Sequence[Row], foretold: Mapping[str, str]) -> str:
         low, middle, high = quantiles(row.all_seconds, n=4, method="inclusive")
         ratios = [_ratio(row, by_name[peer]) if peer in by_name else "" for peer in PEERS]
         loss = "" if row.variant == "compute" else f"{row.loss:.5f}"
-        memory = [f"{row.private_bytes / MIB:.0f}", f"{row.high_water_bytes / MIB:.0f}"]
+        memory = [f"{bytes_ / MIB:.0f}" for bytes_ in (row.private_bytes, row.machine_bytes, row.high_water_bytes)]
         timing = f"{middle:.3f} ({low:.3f}-{high:.3f})"
         lines.append([row.variant, timing, ratios[0], foretold.get(row.variant, ""), ratios[1], *memory, loss])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -183,7 +190,9 @@ def compare(name: str, args: argparse.Namespace, deadline: float) -> tuple[list[
     text, found = f"## {name}: {job.batch.size} sequences of {job.batch.seq_len} tokens\n", []
     for bout in bouts_of(args.variants, lambda some: bytes_needed(some, job, args.ranks) < room):
         print(f"\n{name}: {', '.join(bout)}", flush=True)
-        rows = run_bout(bout, lambda variant: [*program, variant, name, args.precision, str(job.batch.size)], args, deadline)
+        rows = run_bout(
+            bout, lambda variant: [*program, variant, name, args.precision, str(job.batch.size), str(args.clip)], args, deadline
+        )
         text += f"\n{table(rows, foretold)}\n"
         found.append(rows)
     if not losses_agree(found):
@@ -203,7 +212,8 @@ def main() -> int:
     deadline = time.monotonic() + args.limit
     shown = ["python", "benchmarks/step.py", *sys.argv[1:]]
     machine = {key: value for key, value in environment_facts(shown, "cpu", 0).items() if key not in ("host", "gpus", "threads")}
-    about = f"{args.ranks} ranks x 1 thread, gloo on loopback, {args.precision}; {args.rounds} rounds of {args.steps} steps in turn"
+    clip = f"clipping at {args.clip:g}" if args.clip else "no clipping"
+    about = f"{args.ranks} ranks x 1 thread, {args.precision}, {clip}; {args.rounds} rounds of {args.steps} steps in turn"
     text = f"# A training step: {about}\n\n{_line(machine)}\n"
     print(text, flush=True)
     jobs: dict[str, list[list[Row]]] = {}
@@ -231,6 +241,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
     parser.add_argument("--rows", type=int, help="sequences a step on all ranks together (default: the job's)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--clip", type=float, default=0.0, help="norm that gradients are clipped to (default: not clipped)")
     parser.add_argument("--variants", nargs="+", choices=list(STAGES), default=DEFAULT, metavar="VARIANT", help=", ".join(STAGES))
     parser.add_argument("--limit", type=int, default=3600, help="seconds after which everything is stopped")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "step.json", help="a table in markdown is written beside it")

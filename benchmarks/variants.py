@@ -1,7 +1,7 @@
 """The training loops that are compared: torch's DDP and FSDP2, and stretto at each ZeRO stage.
 
 One model (stretto's decoder) with the same first values, one loss, one update: they differ in how ranks share the work only.
-Run as a program it is one rank of a team (benchmarks/turns.py): variants.py VARIANT JOB PRECISION ROWS.
+Run as a program it is one rank of a team (benchmarks/turns.py): variants.py VARIANT JOB PRECISION ROWS CLIP.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ Step = Callable[[Batch], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """What every variant is given alike. rows: of all ranks together."""
+    """What every variant is given alike. rows: of all ranks together. clip: the norm that gradients are clipped to, 0 for none."""
 
     job: str
     ranks: int
     rank: int
     precision: Literal["fp32", "bf16"]
     rows: int
+    clip: float = 0.0
 
     @property
     def decoder(self) -> str:
@@ -90,8 +91,8 @@ def fsdp2(setting: Setting) -> Step:
     return _plain_loop(setting, model, model.parameters(), contextlib.nullcontext, autocast=False)
 
 
-def stretto(stage: int) -> Callable[[Setting], Step]:
-    """The engine at a ZeRO stage, with neither clipping nor schedule, as the plain loops."""
+def stretto(stage: int, transport: str = "auto") -> Callable[[Setting], Step]:
+    """The engine at a ZeRO stage, without a schedule, as the plain loops. transport: auto is shared memory on one machine."""
 
     def build(setting: Setting) -> Step:
         job = Job.load(
@@ -100,9 +101,9 @@ def stretto(stage: int) -> Callable[[Setting], Step]:
             zero=stage,
             precision=setting.precision,
             device="cpu",
-            clip=0,
+            clip=setting.clip,
             schedule="constant",
-            **{"batch.size": setting.rows},
+            **{"batch.size": setting.rows, "comm.transport": transport},
         )
         engine = Engine(library.load(job.model.name, seed=job.seed), job)
         return lambda batch: engine.step(batch).loss
@@ -119,6 +120,10 @@ VARIANTS: dict[str, Callable[[Setting], Step]] = {
     "zero1": stretto(1),
     "zero2": stretto(2),
     "zero3": stretto(3),
+    "zero0-gloo": stretto(0, "gloo"),
+    "zero1-gloo": stretto(1, "gloo"),
+    "zero2-gloo": stretto(2, "gloo"),
+    "zero3-gloo": stretto(3, "gloo"),
 }
 
 
@@ -136,6 +141,7 @@ def _plain_loop(
     autocast: bool = True,
 ) -> Step:
     """The loop that torch's documentation shows. around: a context for forward and backward."""
+    parameters = list(parameters)
     optimizer = adamw(parameters, Job.load(setting.job))
     cast = autocast and setting.precision == "bf16"
 
@@ -145,6 +151,8 @@ def _plain_loop(
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
                 loss = mean_loss(model(mine["input_ids"]), mine["shift_labels"])
             loss.backward()
+        if setting.clip:
+            nn.utils.clip_grad_norm_(parameters, setting.clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -168,11 +176,11 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def main() -> None:
     """Build a variant and run steps of it whenever the team is asked to."""
     limit_life()
-    variant, job, precision, rows = sys.argv[1:]
+    variant, job, precision, rows, clip = sys.argv[1:]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["TURNS_MEET"], ranks), rank=rank, world_size=ranks)
-    setting = Setting(job, ranks, rank, "bf16" if precision == "bf16" else "fp32", int(rows))
+    setting = Setting(job, ranks, rank, "bf16" if precision == "bf16" else "fp32", int(rows), float(clip))
     drawn, step, done = batches(setting), VARIANTS[variant](setting), 0
 
     def answer(request: dict[str, Any]) -> Answer:
@@ -185,7 +193,7 @@ def main() -> None:
                 losses.append(step(drawn[done % len(drawn)]))
                 clock.append(time.monotonic())
                 done += 1
-        seen = {"private_bytes": watch.private_bytes, "high_water_bytes": watch.high_water_bytes} if watch else {}
+        seen = {name: getattr(watch, name) for name in ("private_bytes", "share_bytes", "high_water_bytes")} if watch else {}
         return {"clock": clock, "losses": losses, **seen}
 
     serve(answer)
