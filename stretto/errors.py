@@ -35,3 +35,7 @@ class Mismatch(RunError):
 
 class NonFinite(RunError):
     """Too many steps in a row had a gradient that is not finite; the message names tensor and rank."""
+
+
+class Damaged(RunError):
+    """A checkpoint does not hold what it says: a flipped bit, a file cut short or gone; the message names tensor and file."""

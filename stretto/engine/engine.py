@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from stretto.checkpoint.store import place_of
 from stretto.comm.group import Group, Ledger
 from stretto.comm.transport import World
 from stretto.data.batch import Batch, count_targets, prepare_labels
@@ -22,6 +24,7 @@ from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
 from stretto.engine.precision import LossScale
 from stretto.engine.runner import Culprit, StepReport
+from stretto.engine.saving import PATIENCE, Saver
 from stretto.engine.underway import Underway
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
@@ -121,6 +124,7 @@ class Engine:
             "UPDATE": self._update,
         }
         self.now = Underway(self.world.device, self.world.rank)
+        self.saver = Saver(self)
         self.ledger.take()
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -406,6 +410,22 @@ class Engine:
         made = Loader(dataset, size=size, seed=seed, parts=parts, index=index, collate_fn=collate_fn, num_workers=num_workers)
         self.loaders.append(made)
         return made
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str], notes: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint: parameters, optimizer, counters, random streams, where the loaders stand. `folder` appears when it is
+        complete; there must be none of that name. notes: anything JSON can hold, which `load` returns. Collective."""
+        self.saver.save(*place_of(folder), notes or {}, PATIENCE)
+
+    def load(self, folder: str | os.PathLike[str], allow_missing: str | Sequence[str] = ()) -> Mapping[str, Any]:
+        """Go on from a checkpoint that was saved on any mesh; returns its notes. Nothing changes unless all of it is there and whole.
+
+        allow_missing: patterns of names that may be missing in it (they stay as they are) or in the model. Raises JobError for
+        another model's checkpoint, Damaged for one that is not whole. Collective.
+        """
+        allow = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
+        return self.saver.load(*place_of(folder), allow, PATIENCE)
 
     # -- looking inside --------------------------------------------------------------------------------------------
 

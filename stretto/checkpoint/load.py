@@ -1,0 +1,201 @@
+"""Loading: which bytes of which files fill this rank's boxes; only these are read, and none is used before its checksum held."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.checkpoint.manifest import BLOCK, ITEMSIZE, NAME, Manifest, Stored
+from stretto.checkpoint.parts import DTYPES, HostCopy
+from stretto.checkpoint.store import Store, fill
+from stretto.errors import Damaged, JobError
+from stretto.layout.layout import Box, Read, Shape, reads
+
+#: Bytes read at a time where they do not go straight to their place; a row of a tensor that is longer is read whole.
+SLAB = 1 << 25
+#: Names told of many in a message.
+TOLD = 5
+
+
+def read_manifest(store: Store, name: str) -> Manifest:
+    """The manifest of a checkpoint, and that its files are there, as long as they were. Raises JobError, Damaged."""
+    path = store.path(f"{name}/{NAME}")
+    try:
+        text = store.read(f"{name}/{NAME}").decode(errors="replace")
+    except FileNotFoundError:
+        raise JobError(f"{store.path(name)} holds no checkpoint ({NAME} is not there); give the folder of one, as step-00000050") from None
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
+    manifest = Manifest.from_json(text, path)
+    for file, length in manifest.files.items():
+        here = store.path(f"{name}/{file}")
+        try:
+            found = store.size(f"{name}/{file}")
+        except OSError:
+            raise Damaged(f"{here} is missing, and the checkpoint needs it") from None
+        if found != length:
+            raise Damaged(f"{here} has {found} bytes, and the manifest says {length}: it was cut short or changed")
+    return manifest
+
+
+def compare(manifest: Manifest, path: str, wanted: Mapping[str, Shape], allow: Iterable[str]) -> None:
+    """Whether the checkpoint is of these tensors: names and whole shapes. allow: patterns of names that may be missing or unknown.
+
+    Only kinds (model/, optimizer/, buffer/) of which any tensor is wanted are compared. Raises JobError listing what differs.
+    """
+    patterns = tuple(allow)
+
+    def allowed(name: str) -> bool:
+        return any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(name.partition("/")[2], p) for p in patterns)
+
+    kinds = {name.partition("/")[0] for name in wanted}
+    stored = {name: entry.shape for name, entry in manifest.tensors.items() if name.partition("/")[0] in kinds}
+    known = alias_table(manifest)
+    missing = [name for name in wanted if name not in stored and name not in known and not allowed(name)]
+    unknown = [name for name in stored if name not in wanted and not allowed(name)]
+    other = [f"{n} is {list(stored[n])} there and {list(s)} here" for n, s in wanted.items() if n in stored and stored[n] != s]
+    lines = [f"{len(names)} {what}: {_few(names)}" for what, names in (("not in it", missing), ("not in the model", unknown)) if names]
+    lines += [f"other shapes: {_few(other, ', ')}"] if other else []
+    if lines:
+        left_out = "write --allow-missing PATTERN for names that may be left out"
+        possible = left_out if missing or unknown else "give a checkpoint of this model"
+        raise JobError(f"{path} is the checkpoint of another model: {'; '.join(lines)}; {possible}")
+
+
+def alias_table(manifest: Manifest) -> dict[str, str]:
+    """Other name of a tied weight -> the name under which it is stored, both with their kind."""
+    return {f"model/{alias}": name for name, entry in manifest.tensors.items() for alias in entry.aliases}
+
+
+def fetch(store: Store, folder: str, manifest: Manifest, host: HostCopy) -> int:
+    """Fill the host copy: every place whose part the checkpoint has. Returns the bytes read. Raises Damaged naming tensor and file."""
+    aliases = alias_table(manifest)
+    jobs: list[Copy] = []
+    for place in host.places:
+        name = place.part.name if place.part.name in manifest.tensors else aliases.get(place.part.name, "")
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            continue
+        flat = host.flat(place)
+        sources = {str(i): (stored.box,) for i, stored in enumerate(entry.stored)}
+        start = 0
+        into: dict[Box, Tensor] = {}
+        for box in place.boxes:
+            into[box] = flat[start : start + box.elements]
+            start += box.elements
+        jobs += [Copy(name, entry.dtype, entry.stored[int(r.source)], r, into[r.wanted]) for r in reads(place.boxes, sources)]
+    jobs.sort(key=lambda job: (job.stored.file, job.stored.start))
+    read = 0
+    scratch = torch.empty(0, dtype=torch.uint8)
+    with ExitStack() as opened:
+        files: dict[str, IO[bytes]] = {}
+        for job in jobs:
+            if job.stored.file not in files:
+                files[job.stored.file] = opened.enter_context(store.open(f"{folder}/{job.stored.file}"))
+            path = store.path(f"{folder}/{job.stored.file}")
+            for slab in job.slabs():
+                size = slab.high - slab.low
+                if slab.straight is None and len(scratch) < size:
+                    scratch = torch.empty(size, dtype=torch.uint8)
+                target = scratch[:size] if slab.straight is None else slab.straight
+                view = memoryview(target.numpy())  # type: ignore[arg-type]
+                fill(files[job.stored.file], job.stored.start + slab.low, view, path)
+                _check(job, slab.low, view, path)
+                if slab.straight is None:
+                    slab.copy(target)
+                read += size
+    return read
+
+
+class Slab(NamedTuple):
+    """Bytes [low, high) of a stored box, whole blocks. straight: the memory that is to hold just these; None: `copy` takes from them."""
+
+    low: int
+    high: int
+    straight: Tensor | None
+    copy: Take
+
+
+class Copy(NamedTuple):
+    """One Read of one stored box into `into`, the 1-D memory of the whole wanted box."""
+
+    name: str
+    dtype: str
+    stored: Stored
+    read: Read
+    into: Tensor
+
+    def slabs(self) -> Iterator[Slab]:
+        """The read in pieces that fit in a buffer, split along the first dim of the stored box that is longer than 1."""
+        box, wanted, common = (Box(b.offset or (0,), b.shape or (1,)) for b in (self.stored.box, self.read.wanted, self.read.box))
+        along = next((d for d, n in enumerate(box.shape) if n > 1), len(box.shape) - 1)
+        there = tuple(c - b for c, b in zip(common.offset, box.offset, strict=True))
+        here = tuple(c - w for c, w in zip(common.offset, wanted.offset, strict=True))
+        if common.shape[along + 1 :] == box.shape[along + 1 :] == wanted.shape[along + 1 :]:
+            row = math.prod(box.shape[along + 1 :])
+            start = sum(i * math.prod(wanted.shape[d + 1 :]) for d, i in enumerate(here))
+            return self._range(there[along] * row, common.elements, self.into[start : start + common.elements])
+        return self._rows(box, common, along, there, self.into.view(wanted.shape)[_slices(here, common.shape)])
+
+    def _range(self, start: int, elements: int, target: Tensor) -> Iterator[Slab]:
+        """Elements of the box that follow each other, to `target` [elements]: whole blocks go straight there, the ends by a buffer."""
+        size, whole = ITEMSIZE[self.dtype], self.stored.box.elements * ITEMSIZE[self.dtype]
+        at, stop = start * size, (start + elements) * size
+        while at < stop:
+            low = at // BLOCK * BLOCK
+            inside = at == low and min(low + BLOCK, whole) <= stop
+            high = min(low + SLAB, stop if stop == whole else stop // BLOCK * BLOCK) if inside else min(low + BLOCK, whole)
+            end = min(high, stop)
+            goal = target[at // size - start : end // size - start]
+            straight = inside and DTYPES[self.dtype] == goal.dtype
+            yield Slab(low, high, goal.view(torch.uint8) if straight else None, Take(at - low, end - low, self.dtype, (-1,), (), goal))
+            at = end
+
+    def _rows(self, box: Box, common: Box, along: int, there: Shape, target: Tensor) -> Iterator[Slab]:
+        """A part of each of some rows of the box, by a buffer that holds whole rows."""
+        size, shape = ITEMSIZE[self.dtype], box.shape[along + 1 :]
+        row, whole = math.prod(shape) * size, box.elements * size
+        inner = _slices(there[along + 1 :], common.shape[along + 1 :])
+        step = max(1, SLAB // row)
+        for first in range(0, common.shape[along], step):
+            rows = min(step, common.shape[along] - first)
+            start, stop = (there[along] + first) * row, (there[along] + first + rows) * row
+            low, high = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, whole)
+            goal = target.narrow(along, first, rows)
+            yield Slab(low, high, None, Take(start - low, stop - low, self.dtype, (rows, *shape), inner, goal))
+
+
+class Take(NamedTuple):
+    """Bytes [start, stop) of a buffer are elements of `dtype`, in `shape`; of each row the part `inner` goes to `goal`."""
+
+    start: int
+    stop: int
+    dtype: str
+    shape: Shape
+    inner: tuple[slice, ...]
+    goal: Tensor
+
+    def __call__(self, data: Tensor) -> None:
+        found = data[self.start : self.stop].view(DTYPES[self.dtype]).view(self.shape)[(slice(None), *self.inner)]
+        self.goal.copy_(found.reshape(self.goal.shape))
+
+
+def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def _check(job: Copy, low: int, view: memoryview, path: str) -> None:
+    for at in range(0, len(view), BLOCK):
+        if zlib.crc32(view[at : at + BLOCK]) != job.stored.sums[(low + at) // BLOCK]:
+            raise Damaged(f"{job.name} is damaged: its bytes in {path} do not have the checksum with which they were written")
+
+
+def _few(names: Sequence[str], between: str = " ") -> str:
+    return between.join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

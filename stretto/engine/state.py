@@ -1,0 +1,310 @@
+"""What of an engine belongs to a checkpoint, as named parts that no mesh knows of; and how it is put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.checkpoint.load import alias_table
+from stretto.checkpoint.manifest import Entry, Manifest, Scalar
+from stretto.checkpoint.parts import DTYPES, NAMES, HostCopy, Part, share_out
+from stretto.comm.group import Group
+from stretto.errors import JobError
+from stretto.layout.layout import Layout, Shape
+from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES
+from stretto.parallel.sharded import Piece
+
+if TYPE_CHECKING:
+    from stretto.engine.engine import Engine
+
+#: Along these axes ranks that hold the same have it at the same places, so that they share the work of writing and reading it.
+COPY_AXES = (*REPLICATE_AXES, *SHARD_AXES)
+#: Along these they may cut their flat buffers otherwise (where other tensors are cut unevenly), so the first one writes all of it.
+MODEL_AXES = ("ep", "tp")
+#: State of an optimizer, as torch keeps it: name of a parameter -> name of a value -> tensor or number.
+States = Mapping[str, Mapping[str, Any]]
+
+
+class EngineState:
+    """The named parts of one engine.
+
+    Names: model/PARAMETER (the master copy; of a frozen one what there is), optimizer/PARAMETER/STATE, buffer/NAME, rng/RANK/STREAM.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.mesh, self.rank = engine.mesh, engine.world.rank
+        self.stages = Group(engine.world, engine.mesh, ("pp",), engine.ledger)
+        self.options = [_options(group) for group in engine.optimizer.param_groups] if engine.optimizer else []
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """Everything that goes to a file."""
+        return self.model_parts() + self.optimizer_parts(self.states()) + self.random_parts()
+
+    def model_parts(self) -> list[Part]:
+        """Parameters and persistent buffers."""
+        parallel, found = self.engine.parallel, []
+        for group in parallel.groups:
+            layouts, values, cut = group.layouts(), group.values(), group.cuts("optim")
+            low, high = (group.low, group.high) if cut else (0, group.plan.total)
+            for slot in group.plan.slots:
+                start, stop = max(slot.start, low), min(slot.stop, high)
+                mine = values[start - low : max(stop, start) - low]
+                part = self._part(f"model/{slot.name}", slot.shape, layouts[slot.name], mine)
+                aliases = tuple(name for name in parallel.aliases[slot.name] if name != slot.name)
+                found.append(replace(part, trainable=group.trainable, aliases=aliases))
+        kept = set(self.engine.model.state_dict(keep_vars=True))
+        for name, buffer in self.engine.model.named_buffers():
+            if name in kept:
+                shape = tuple(buffer.shape)
+                found.append(self._part(f"buffer/{name}", shape, Layout.whole(shape), buffer))
+        return found
+
+    def states(self) -> States:
+        """The optimizer's state of each parameter of which a piece is here. Raises JobError for state that is of no parameter."""
+        optimizer = self.engine.optimizer
+        if optimizer is None:
+            return {}
+        names: dict[Any, str] = {piece.value: piece.name for piece in self._pieces()}
+        for key in optimizer.state:
+            if key not in names:
+                raise JobError(f"{type(optimizer).__name__} keeps state that is of no parameter ({key!r}), which no other mesh could read")
+        return {names[param]: values for param, values in optimizer.state.items()}
+
+    def optimizer_parts(self, states: States) -> list[Part]:
+        """State tensors: those shaped as their parameter's piece are cut as it is, others belong to a parameter that is whole here."""
+        found = []
+        for piece, layout in self._pieces_with_layouts():
+            for key, value in states.get(piece.name, {}).items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    continue
+                name, shape = f"optimizer/{piece.name}/{key}", piece.shape
+                if value.shape != piece.value.shape:
+                    self._check_whole(piece, layout, name, tuple(value.shape))
+                    shape, layout = tuple(value.shape), Layout.whole(tuple(value.shape))
+                found.append(self._part(name, shape, layout, value))
+        return found
+
+    def scalars(self, states: States) -> dict[str, Scalar]:
+        """State that is one number, of the pieces with which a tensor begins; and what the optimizer itself changed in its options."""
+        found: dict[str, Scalar] = {}
+        for piece in self._pieces():
+            for key, value in states.get(piece.name, {}).items() if piece.start == 0 else ():
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    found[f"optimizer/{piece.name}/{key}"] = Scalar(NAMES[value.dtype], value.item())
+                elif isinstance(value, int | float):
+                    found[f"optimizer/{piece.name}/{key}"] = Scalar("", value)
+        optimizer = self.engine.optimizer
+        names = {piece.value: piece.name for piece in self._pieces()}
+        for group, first in zip(optimizer.param_groups if optimizer else (), self.options, strict=True):
+            for key, value in _options(group).items():
+                if key != "lr" and value != first.get(key) and isinstance(value, int | float):
+                    found |= {f"option/{names[param]}/{key}": Scalar("", value) for param in group["params"]}
+        return found
+
+    def random_parts(self) -> list[Part]:
+        """This rank's random streams: torch's on the CPU and on its GPU, Python's, NumPy's."""
+        found = []
+        for name, state in random_streams(self.engine.world.device).items():
+            shape = tuple(state.shape)
+            boxes = Layout.whole(shape).boxes(shape, self.mesh, self.rank)
+            found.append(Part(f"rng/{self.rank}/{name}", shape, boxes, state, (0, len(state))))
+        return found
+
+    def counters(self) -> dict[str, Any]:
+        """What is the same on all ranks."""
+        engine = self.engine
+        return {
+            "steps": engine.steps,
+            "updates": engine.updates,
+            "skips": engine.skips,
+            "scale": [engine.scale.scale, engine.scale.good] if engine.scale else None,
+            "loaders": [loader.state() for loader in engine.loaders],
+            "optimizer": type(engine.optimizer).__name__ if engine.optimizer else None,
+        }
+
+    # -- what is wanted --------------------------------------------------------------------------------------------
+
+    def wanted(self, manifest: Manifest) -> dict[str, Shape]:
+        """Names and whole shapes of all tensors that the model, on all its stages, needs from a checkpoint. Collective."""
+        mine = {part.name: (part.shape, part.trainable and part.name.startswith("model/")) for part in self.model_parts()}
+        tensors = {name: found for names in self.stages.objects(mine, reason="load") for name, found in names.items()}
+        wanted = {name: shape for name, (shape, _) in tensors.items()}
+        there = state_keys(manifest)
+        for name, (shape, trainable) in tensors.items():
+            if not trainable or not there:
+                continue
+            parameter = name.removeprefix("model/")
+            for key in there.get(parameter, ()):
+                full = f"optimizer/{parameter}/{key}"
+                if full in manifest.tensors:
+                    wanted[full] = manifest.tensors[full].shape
+            was = manifest.tensors.get(name)
+            if parameter not in there and (was is None or not was.trainable):
+                wanted[f"optimizer/{parameter}/*"] = shape  # it was frozen then, or was not there
+        return wanted
+
+    def fresh_states(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
+        """State for each piece here as the checkpoint has it, scalars filled in, tensors still to be filled. Raises JobError."""
+        states: dict[str, dict[str, Any]] = {}
+        there = state_keys(manifest)
+        groups = self.engine.optimizer.param_groups if self.engine.optimizer else []
+        on_device = {param for group in groups if group.get("fused") or group.get("capturable") for param in group["params"]}
+        for piece, layout in self._pieces_with_layouts():
+            for key in there.get(piece.name, ()):
+                name, device = f"optimizer/{piece.name}/{key}", piece.value.device
+                if name in manifest.scalars:
+                    dtype, number = manifest.scalars[name]
+                    where = device if key != "step" or piece.value in on_device else torch.device("cpu")
+                    value: Any = torch.tensor(number, dtype=DTYPES[dtype], device=where) if dtype else number
+                else:
+                    entry = manifest.tensors[name]
+                    dtype_ = self._dtype_now(piece, entry, manifest)
+                    if entry.shape == piece.shape:
+                        value = torch.zeros_like(piece.value, dtype=dtype_, requires_grad=False)
+                    else:
+                        self._check_whole(piece, layout, name, entry.shape)
+                        value = torch.zeros(entry.shape, dtype=dtype_, device=device)
+                states.setdefault(piece.name, {})[key] = value
+        return states
+
+    def kept_streams(self, manifest: Manifest) -> list[Part]:
+        """Random streams that go on where they were: on the same mesh. On another, ranks have rows of others, and streams begin anew."""
+        if manifest.mesh != str(self.mesh) or manifest.ranks != self.mesh.size:
+            return []
+        return [part for part in self.random_parts() if (e := manifest.tensors.get(part.name)) and e.shape == part.shape]
+
+    # -- putting back ----------------------------------------------------------------------------------------------
+
+    def put(self, manifest: Manifest, host: HostCopy, states: States) -> None:
+        """Take over what the host copy holds: shares of all copies are brought together, and every rank has its parameters. Collective."""
+        engine, aliases = self.engine, alias_table(manifest)
+        for place in sorted(host.places, key=lambda place: place.part.name):  # one order on all ranks
+            part = place.part
+            if part.name in manifest.tensors or part.name in aliases:
+                self._join(part, host.flat(place))
+        for group in engine.parallel.groups:
+            group.publish()
+        for group in engine.parallel.groups:
+            group.wait_published()
+        if engine.optimizer is not None:
+            engine.optimizer.state.clear()
+            for piece in self._pieces():
+                if piece.name in states:
+                    engine.optimizer.state[piece.value] = dict(states[piece.name])
+            self._put_options(manifest)
+        streams = {place.part.name.rpartition("/")[2]: place.part.values for place in host.places if place.part.name.startswith("rng/")}
+        restore_streams(streams, engine.world.device)
+
+    def put_counters(self, state: Mapping[str, Any]) -> None:
+        engine = self.engine
+        engine.steps, engine.updates, engine.skips = state["steps"], state["updates"], state["skips"]
+        if engine.scale and state["scale"]:
+            engine.scale.scale, engine.scale.good = state["scale"]
+        for loader, position in zip(engine.loaders, state["loaders"], strict=False):
+            loader.load_state(position)
+
+    def _put_options(self, manifest: Manifest) -> None:
+        assert self.engine.optimizer is not None
+        names = {piece.value: piece.name for piece in self._pieces()}
+        for group in self.engine.optimizer.param_groups:
+            begins = f"option/{names[group['params'][0]]}/"
+            group |= {name.removeprefix(begins): scalar.value for name, scalar in manifest.scalars.items() if name.startswith(begins)}
+
+    def _join(self, part: Part, mine: Tensor) -> None:
+        """Put a share into the part's values, with those of the other copies."""
+        values = part.values.detach()
+        flat = values.view(-1) if values.is_contiguous() else torch.empty(values.numel(), dtype=values.dtype, device=values.device)
+        start, stop = part.share
+        flat[start:stop].copy_(mine)
+        copies = Group(self.engine.world, self.mesh, part.axes, self.engine.ledger)
+        if copies.size > 1:
+            size = flat.element_size()
+            copies.all_gather(flat.view(torch.uint8), [n * size for n in part.bounds], reason=f"load {part.name}", lane="user").wait()
+        if flat.data_ptr() != values.data_ptr():
+            values.copy_(flat.view(values.shape))
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for group in self.engine.parallel.groups for piece in group.pieces]
+
+    def _pieces_with_layouts(self) -> Iterator[tuple[Piece, Layout]]:
+        for group in self.engine.parallel.groups:
+            layouts = group.layouts()
+            yield from ((piece, layouts[piece.name]) for piece in group.pieces)
+
+    def _part(self, name: str, shape: Shape, layout: Layout, values: Tensor) -> Part:
+        cut = {axis for axes in layout.cuts for axis in axes} | set(layout.flat.axes if layout.flat else ())
+        axes = tuple(axis for axis in COPY_AXES if axis not in cut)
+        here = self.mesh.at(self.rank)
+        boxes = layout.boxes(shape, self.mesh, self.rank)
+        assert sum(box.elements for box in boxes) == values.numel(), f"{name}: the layout and the memory of rank {self.rank} differ"
+        bounds = share_out(name, values.numel(), values.element_size(), self.mesh.extent(*axes))
+        speaks = all(here[axis] == 0 for axis in MODEL_AXES if axis not in cut)
+        return Part(name, shape, boxes, values, bounds, self.mesh.index(self.rank, *axes), axes, speaks)
+
+    def _check_whole(self, piece: Piece, layout: Layout, name: str, shape: Shape) -> None:
+        if piece.value.shape != piece.shape or any(layout.cuts):
+            raise JobError(
+                f"{name} is {list(shape)}, its parameter {list(piece.shape)}: it belongs to the whole, of which this rank has a part; "
+                'write zero.granularity="matrix"'
+            )
+
+    def _dtype_now(self, piece: Piece, entry: Entry, manifest: Manifest) -> torch.dtype:
+        """State that had its parameter's own dtype follows it; other state (8 bits, counts) keeps its own."""
+        parameter = manifest.tensors.get(f"model/{piece.name}")
+        follows = parameter is not None and entry.dtype == parameter.dtype
+        return piece.value.dtype if follows else DTYPES[entry.dtype]
+
+
+def state_keys(manifest: Manifest) -> dict[str, list[str]]:
+    """Of which parameters the checkpoint has optimizer state, and the names of it."""
+    found: dict[str, list[str]] = {}
+    for name in (*manifest.tensors, *manifest.scalars):
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            found.setdefault(parameter, []).append(key)
+    return found
+
+
+def random_streams(device: torch.device) -> dict[str, Tensor]:
+    """The state of every global random stream that a model or a dataset may draw from, each as one 1-D tensor."""
+    version, words, gauss = random.getstate()
+    kept: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = kept
+    streams = {
+        "torch": torch.get_rng_state(),
+        # 32-bit words are exact in float64, and so is the normal number that both keep for later
+        "python": torch.tensor([version, *words, gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, cached], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        streams["cuda"] = torch.cuda.get_rng_state(device)
+    return streams
+
+
+def restore_streams(streams: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the global random streams that are given."""
+    if "torch" in streams:
+        torch.set_rng_state(streams["torch"])
+    if "cuda" in streams and device.type == "cuda":
+        torch.cuda.set_rng_state(streams["cuda"], device)
+    if "python" in streams:
+        version, *words, has_gauss, gauss = streams["python"].tolist()
+        random.setstate((int(version), tuple(int(word) for word in words), gauss if has_gauss else None))
+    if "numpy" in streams:
+        *keys, position, has_gauss, cached = streams["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), int(position), int(has_gauss), cached))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
