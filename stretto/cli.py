@@ -84,6 +84,7 @@ def _dispatch(words: list[str]) -> int:
     parser = _Parser(prog=f"stretto {verb}", description=chosen.summary, epilog=f"example:\n  {chosen.example}", formatter_class=_Help)
     parser.allow_abbrev = False
     chosen.options(parser)
+    rest = ["--resume=yes" if word == "--resume" else word for word in rest]  # else it would take the word after it
     if chosen.run is None:
         if {"-h", "--help"} & set(rest):
             parser.print_help()
@@ -160,12 +161,17 @@ def _load(words: Sequence[str]) -> Job:
     """[JOB] [KEY=VALUE ...] as a Job. Without JOB it is `tiny`, unless the keys name a model: then they say all that is asked."""
     from stretto.job import Job, parse_overrides
 
-    first_is_job = bool(words) and ("=" not in words[0] or os.path.exists(words[0]))
-    given, texts = (words[0], words[1:]) if first_is_job else (None, words)
+    given, texts = _split(words)
     overrides = parse_overrides(texts)
     model = overrides.get("model")
     names_a_model = isinstance(model, Mapping) and "name" in model
     return Job.load(given or (None if names_a_model else "tiny"), **overrides)
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """JOB, if there is one, and the KEY=VALUE words."""
+    first_is_job = bool(words) and ("=" not in words[0] or os.path.exists(words[0]))
+    return (words[0], list(words[1:])) if first_is_job else (None, list(words))
 
 
 @contextlib.contextmanager
@@ -189,23 +195,46 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="the run folder (default runs/NAME-TIME)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step; the learning rate goes as if it went on")
-    parser.add_argument("--resume", nargs="?", const="yes", help=f"go on from the newest checkpoint ({LATER})")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="yes",
+        default="no",
+        metavar="auto",
+        help="go on with the run in --out from its newest checkpoint; --resume=auto starts if there is none",
+    )
 
 
 def _train(asked: argparse.Namespace) -> int:
-    if asked.resume:
-        raise JobError(f"--resume is {LATER}: nothing is saved to go on from; leave it out and write another --out")
     from dataclasses import asdict
 
     from stretto.launch.training import summary, train
 
-    job = _load(asked.words)
+    job = _load(asked.words) if asked.resume == "no" else _job_that_goes_on(asked)
     with _stdout_kept_for(asked.json):
-        trained = train(job, asked.out, until=asked.until)
+        trained = train(job, asked.out, until=asked.until, resume=asked.resume)
     if trained is None:
         return 0
     _print_json(asdict(trained)) if asked.json else print(summary(trained, _shows(sys.stdout, "⣿│└")))
     return 0
+
+
+def _job_that_goes_on(asked: argparse.Namespace) -> Job:
+    """The job of the run in --out, with KEY=VALUE changed; what was asked, if there is no run yet and --resume=auto."""
+    from stretto.job import parse_overrides
+    from stretto.launch.resuming import job_of_run
+
+    if asked.resume not in ("yes", "auto"):
+        raise JobError(f"--resume={asked.resume} is not possible; write --resume, or --resume=auto to start if there is no checkpoint")
+    if asked.out is None:
+        raise JobError("--resume goes on with the run in a folder; write --out DIR")
+    named, changes = _split(asked.words)
+    job = job_of_run(asked.out, parse_overrides(changes))
+    if job is None:
+        return _load(asked.words)  # with --resume alone it is refused where the folder is looked at
+    if named is not None:
+        print(f"the job is that of {asked.out}, with {len(changes)} keys changed; {named} is not read again", file=sys.stderr)
+    return job
 
 
 def _shows(stream: Any, text: str) -> bool:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from stretto.errors import JobError
 from stretto.keys import nearest, read_file, read_value, short, show
 from stretto.layout.mesh import Mesh
-from stretto.limits import check_mesh, check_model, check_precision, check_profile, check_rows
+from stretto.limits import check_checkpoint, check_mesh, check_model, check_precision, check_profile, check_rows
 from stretto.refusal import refusal
 from stretto.sections import (
     Batch,
@@ -224,10 +224,7 @@ class Job(Section):
             raise JobError(
                 f'optimizer.momentum={self.optimizer.momentum} has no effect on adamw; write optimizer="sgd", or optimizer.betas'
             )
-        for key in ("every", "best", "export"):
-            asked, default = getattr(self.checkpoint, key), Checkpoint.model_fields[key].default
-            if asked != default:
-                raise JobError(f"checkpoint.{key}={show(asked)}: saving is not in this version yet; write checkpoint.{key}={show(default)}")
+        check_checkpoint(self.checkpoint, self.eval.every)
         return self
 
     def resolve(self, ranks: int | None, device: Literal["cpu", "cuda"], visible: int, *, own_model: bool = False) -> Job:

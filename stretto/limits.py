@@ -6,7 +6,7 @@ from stretto.anatomy import DECODERS, DecoderShape
 from stretto.errors import JobError
 from stretto.keys import show
 from stretto.layout.mesh import Mesh
-from stretto.sections import DTYPE_BYTES, Batch, Model, Precision, Profile
+from stretto.sections import DTYPE_BYTES, Batch, Checkpoint, Model, Precision, Profile
 
 #: Axes a Job may already name but no engine runs yet.
 LATER = ("pp", "cp", "ep")
@@ -39,6 +39,18 @@ def check_precision(precision: Precision) -> None:
             f'precision.master="{master}" is narrower than precision.compute="{compute}", so weights would lose digits each step; '
             f'write precision.master="{compute}", or leave it out'
         )
+
+
+def check_checkpoint(checkpoint: Checkpoint, eval_every: int) -> None:
+    """What is to be kept is saved at all."""
+    every, keep_every = checkpoint.every, checkpoint.keep_every
+    if checkpoint.best and not eval_every:
+        raise JobError("checkpoint.best=true needs an evaluation to tell which is the best; write eval.every=50 and data.split=0.05")
+    if keep_every and (not every or keep_every % every):
+        fits = f"checkpoint.keep_every={-(-keep_every // every) * every}" if every else f"checkpoint.every={keep_every}"
+        raise JobError(f"checkpoint.keep_every={keep_every}: none is saved at such steps (checkpoint.every={every}); write {fits}")
+    if checkpoint.export != "none":
+        raise JobError(f'checkpoint.export="{checkpoint.export}" is not in this version yet; write checkpoint.export="none"')
 
 
 def check_mesh(mesh: Mesh, model: Model | None, batch_size: int, ranks: int | None) -> None:

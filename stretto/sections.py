@@ -301,10 +301,19 @@ class Eval(Section):
 
 class Checkpoint(Section):
     main: ClassVar[str] = "every"
-    every: Natural = Field(default=0, description="steps between checkpoints; 0 = none")
-    keep: Count = Field(default=3, description="checkpoints kept, newest first")
-    best: bool = Field(default=False, description="also keep the checkpoint of the lowest evaluation loss")
-    export: bool = Field(default=False, description="also write the final model as a Hugging Face folder")
+    every: Natural = Field(default=0, description="steps between checkpoints, and one after the last step; 0 = only where a run is stopped")
+    keep: Count = Field(default=3, description="checkpoints kept, newest first; older ones go when a newer one is complete")
+    keep_every: Natural = Field(default=0, description="keep also those of steps that this divides; 0 = none")
+    best: bool = Field(default=False, description="save at the lowest evaluation loss so far, and keep that one")
+    folder: str | None = Field(
+        default=None, description="folder or fsspec URL (s3://bucket/run) that holds them (auto: checkpoints in the run folder)"
+    )
+    background: bool = Field(default=True, description="write while training goes on: a step waits only for a copy in memory")
+    busy: Literal["wait", "skip"] = Field(
+        default="wait", description="when one is due and the last is still being written: wait for it, or skip the one that is due"
+    )
+    max_failures: Natural = Field(default=3, description="checkpoints in a row that may fail to be written before the run stops")
+    export: Literal["none", "huggingface"] = Field(default="none", description="huggingface = also write the final model as such a folder")
 
 
 class Log(Section):

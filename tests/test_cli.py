@@ -91,7 +91,9 @@ REQUESTS = {
     "train tiny --until 0": "--until 1",
     "train tiny --until x": "--until",
     "train tiny --outt x": "write --out",
-    "train tiny --resume": "not in this version yet",
+    "train tiny --resume": "write --out DIR",
+    "train tiny --resume --out nowhere": "holds no run to go on with",
+    "train tiny --resume=maybe --out nowhere": "write --resume, or --resume=auto",
     "train tiny --out /proc/nothing/here": "--out",
     "check tiny --steps 0": "--steps 1",
     "check tiny --dtype fp13": "fp64",
@@ -232,7 +234,7 @@ def test_a_check_that_does_not_hold_exits_3_and_names_the_tensor(call, monkeypat
     assert code == 3 and "TOO LARGE" in out
 
 
-def emits_a_training(here, job):
+def emits_a_training(here, job, keep):
     print("a line of a library")
     for step in (1, 2):
         here.emit({"kind": "step", "step": step, "loss": 3.0 - step, "tokens": 8, "seconds": 0.1})
@@ -261,7 +263,7 @@ def test_train_shows_people_a_curve_and_the_way_to_the_report(call, monkeypatch,
     assert code == 0 and "└" in out and out.rstrip().endswith(str(tmp_path / "run" / "report.html"))
 
 
-def dies(here, job):
+def dies(here, job, keep):
     here.emit({"kind": "at", "step": 3, "action": "0F0"})
     os._exit(7)
 

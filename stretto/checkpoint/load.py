@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.manifest import BLOCK, ITEMSIZE, NAME, Manifest, Stored
+from stretto.checkpoint.manifest import ITEMSIZE, NAME, Manifest, Stored
 from stretto.checkpoint.parts import DTYPES, HostCopy
 from stretto.checkpoint.store import Store, fill
 from stretto.errors import Damaged, JobError
@@ -60,7 +60,8 @@ def compare(manifest: Manifest, path: str, wanted: Mapping[str, Shape], allow: I
     known = alias_table(manifest)
     missing = [name for name in wanted if name not in stored and name not in known and not allowed(name)]
     unknown = [name for name in stored if name not in wanted and not allowed(name)]
-    other = [f"{n} is {list(stored[n])} there and {list(s)} here" for n, s in wanted.items() if n in stored and stored[n] != s]
+    there = {name: stored.get(known.get(name, name)) for name in wanted}
+    other = [f"{n} is {list(t)} there and {list(wanted[n])} here" for n, t in there.items() if t is not None and t != wanted[n]]
     lines = [f"{len(names)} {what}: {_few(names)}" for what, names in (("not in it", missing), ("not in the model", unknown)) if names]
     lines += [f"other shapes: {_few(other, ', ')}"] if other else []
     if lines:
@@ -90,9 +91,10 @@ def fetch(store: Store, folder: str, manifest: Manifest, host: HostCopy) -> int:
         for box in place.boxes:
             into[box] = flat[start : start + box.elements]
             start += box.elements
-        jobs += [Copy(name, entry.dtype, entry.stored[int(r.source)], r, into[r.wanted]) for r in reads(place.boxes, sources)]
+        for read in reads(place.boxes, sources):
+            jobs.append(Copy(name, entry.dtype, manifest.block, entry.stored[int(read.source)], read, into[read.wanted]))
     jobs.sort(key=lambda job: (job.stored.file, job.stored.start))
-    read = 0
+    total = 0
     scratch = torch.empty(0, dtype=torch.uint8)
     with ExitStack() as opened:
         files: dict[str, IO[bytes]] = {}
@@ -110,8 +112,8 @@ def fetch(store: Store, folder: str, manifest: Manifest, host: HostCopy) -> int:
                 _check(job, slab.low, view, path)
                 if slab.straight is None:
                     slab.copy(target)
-                read += size
-    return read
+                total += size
+    return total
 
 
 class Slab(NamedTuple):
@@ -128,6 +130,7 @@ class Copy(NamedTuple):
 
     name: str
     dtype: str
+    block: int
     stored: Stored
     read: Read
     into: Tensor
@@ -149,9 +152,11 @@ class Copy(NamedTuple):
         size, whole = ITEMSIZE[self.dtype], self.stored.box.elements * ITEMSIZE[self.dtype]
         at, stop = start * size, (start + elements) * size
         while at < stop:
-            low = at // BLOCK * BLOCK
-            inside = at == low and min(low + BLOCK, whole) <= stop
-            high = min(low + SLAB, stop if stop == whole else stop // BLOCK * BLOCK) if inside else min(low + BLOCK, whole)
+            low = at // self.block * self.block
+            inside = at == low and min(low + self.block, whole) <= stop
+            most = max(self.block, SLAB // self.block * self.block)
+            last = stop if stop == whole else stop // self.block * self.block
+            high = min(low + most, last) if inside else min(low + self.block, whole)
             end = min(high, stop)
             goal = target[at // size - start : end // size - start]
             straight = inside and DTYPES[self.dtype] == goal.dtype
@@ -167,7 +172,7 @@ class Copy(NamedTuple):
         for first in range(0, common.shape[along], step):
             rows = min(step, common.shape[along] - first)
             start, stop = (there[along] + first) * row, (there[along] + first + rows) * row
-            low, high = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, whole)
+            low, high = start // self.block * self.block, min(-(-stop // self.block) * self.block, whole)
             goal = target.narrow(along, first, rows)
             yield Slab(low, high, None, Take(start - low, stop - low, self.dtype, (rows, *shape), inner, goal))
 
@@ -192,8 +197,8 @@ def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:
 
 
 def _check(job: Copy, low: int, view: memoryview, path: str) -> None:
-    for at in range(0, len(view), BLOCK):
-        if zlib.crc32(view[at : at + BLOCK]) != job.stored.sums[(low + at) // BLOCK]:
+    for at in range(0, len(view), job.block):
+        if zlib.crc32(view[at : at + job.block]) != job.stored.sums[(low + at) // job.block]:
             raise Damaged(f"{job.name} is damaged: its bytes in {path} do not have the checksum with which they were written")
 
 

@@ -20,7 +20,7 @@ from stretto.layout.layout import Box, Shape, reads
 NAME = "manifest.json"
 #: Schema of the file; a later stretto that writes what this one cannot read counts up.
 VERSION = 1
-#: Bytes under one checksum: a reader of a part of a box reads, and checks, whole blocks.
+#: Bytes under one checksum where this stretto writes: a reader of a part of a box reads, and checks, whole blocks.
 BLOCK = 1 << 20
 #: safetensors' names of dtypes -> bytes an element.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
@@ -67,7 +67,7 @@ class Manifest:
     """Everything a checkpoint holds.
 
     tensors: "model/NAME", "optimizer/NAME/STATE", "buffer/NAME", "rng/RANK/STREAM". scalars: by the same names. state: counters
-    and the like. notes: what whoever saved wanted back. job: the resolved job. files: bytes of each.
+    and the like. notes: what whoever saved wanted back. job: the resolved job. files: bytes of each. block: bytes under a checksum.
     """
 
     step: int
@@ -80,6 +80,7 @@ class Manifest:
     notes: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    block: int = BLOCK
 
     def check(self) -> None:
         """Every element of every tensor is stored exactly once. Raises Damaged."""
@@ -113,7 +114,7 @@ class Manifest:
             "step": self.step,
             "mesh": self.mesh,
             "ranks": self.ranks,
-            "block": BLOCK,
+            "block": self.block,
             "files": dict(self.files),
             "boxes are": "[number of the file, first byte in it, offset, shape, CRC-32 of each block of bytes]",
         }
@@ -156,8 +157,8 @@ class Manifest:
             for name, entry in read["tensors"].items()
         }
         scalars = {name: Scalar(*value) for name, value in read["scalars"].items()}
-        told = (read[key] for key in ("state", "notes", "job", "facts"))
-        return Manifest(read["step"], read["mesh"], read["ranks"], tensors, scalars, read["files"], *told)
+        state, notes, job, facts = (read[key] for key in ("state", "notes", "job", "facts"))
+        return Manifest(read["step"], read["mesh"], read["ranks"], tensors, scalars, read["files"], state, notes, job, facts, read["block"])
 
 
 def _text(value: object) -> str:

@@ -25,7 +25,8 @@ from stretto.layout.layout import Box
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds beside tensors; see Manifest. All ranks have the same, but for scalars: each those of its own parts."""
+    """What a checkpoint holds beside tensors; see Manifest. All ranks have the same, but for scalars (each those of its own parts) and
+    for what a rank does not know: there `state` has None."""
 
     step: int
     mesh: str
@@ -44,6 +45,7 @@ class Record(NamedTuple):
     bytes_: int
     tensors: dict[str, Entry]
     scalars: dict[str, Scalar]
+    state: dict[str, Any]
 
 
 class Save:
@@ -54,19 +56,23 @@ class Save:
         self.path = store.path(name)
         self.temporary = ""
 
-    def begin(self, bytes_: int, patience: float) -> None:
-        """All ranks agree that there is to be this checkpoint, and rank 0 that there can be: bytes_ of this rank.
+    def begin(self, bytes_: int, patience: float, trouble: StrettoError | None = None) -> None:
+        """All ranks agree that there is to be this checkpoint, and rank 0 that there can be: bytes_ of this rank. trouble: why this
+        rank cannot take part.
 
-        Raises JobError if a rank is missing for `patience` seconds, or the folder is in use; RunError if there is no room.
+        Raises that on all ranks; JobError if a rank is missing for `patience` seconds, or the folder is in use; RunError where there is
+        no room.
         """
-        asked = self.meeting.call((self.path, self.content.step, bytes_), patience)
-        for rank, (path, step, _) in enumerate(asked):
+        asked = self.meeting.call((self.path, self.content.step, bytes_, trouble), patience)
+        for rank, (path, step, _, error) in enumerate(asked):
+            if error is not None:
+                raise error
             if (path, step) != asked[0][:2]:
                 raise JobError(
                     f"rank 0 saves step {asked[0][1]} in {asked[0][0]} and rank {rank} step {step} in {path}; give every rank one folder"
                 )
         if self.meeting.rank == 0:
-            self.meeting.say("go", self._look(sum(need for _, _, need in asked)))
+            self.meeting.say("go", self._look(sum(need for _, _, need, _ in asked)))
         error, token = self.meeting.hear("go", 0, patience)
         if error is not None:
             raise error
@@ -81,7 +87,7 @@ class Save:
                 return JobError(f"{self.path} holds a checkpoint already; write another folder, or remove it"), token
             if free is not None and free < need:
                 return RunError(_no_room(self.path, need, free)), token
-            if self.name in self.store.folders() and self.temporary != self.name:
+            if self.name in self.store.folders():
                 if self.store.temporary(self.name, token) != self.name:
                     return JobError(f"{self.path} is there already and holds no checkpoint; write a folder that does not exist"), token
                 self.store.remove(self.name)  # what an earlier attempt left: here a folder counts once it has its manifest
@@ -93,7 +99,7 @@ class Save:
         """Write this rank's file; on rank 0 also wait for the others', and make the folder a checkpoint. Raises RunError everywhere
         if anything failed anywhere: nothing is left of it then."""
         try:
-            record: Record | str = write_file(self.store, self.temporary, self.meeting.rank, host, self.content.scalars)
+            record: Record | str = write_file(self.store, self.temporary, self.meeting.rank, host, self.content)
         except Exception as error:
             record = told(error, self.path, host.written)
         self.meeting.say("wrote", record)
@@ -123,8 +129,8 @@ class Save:
         return "; ".join(failed)
 
 
-def write_file(store: Store, folder: str, rank: int, host: HostCopy, scalars: Mapping[str, Scalar]) -> Record:
-    """Write what this rank's host copy holds for others to read; what it is and where, for the manifest."""
+def write_file(store: Store, folder: str, rank: int, host: HostCopy, content: Content, block: int = BLOCK) -> Record:
+    """Write what this rank's host copy holds for others to read; what it is and where, for the manifest. block: bytes a checksum."""
     file = f"rank-{rank:05d}.safetensors"
     written = [place for place in host.places if place.part.speaks]
     listed = [(key_of(p.part.name, p.part.shape, box), p.part.dtype, box.shape) for p in written for box in p.boxes]
@@ -139,8 +145,8 @@ def write_file(store: Store, folder: str, rank: int, host: HostCopy, scalars: Ma
             for box in place.boxes:
                 stop = at + _bytes(place.part, box)
                 sums.append([])
-                for start in range(at, stop, BLOCK):
-                    sums[-1].append(zlib.crc32(data[start : min(start + BLOCK, stop)]))
+                for start in range(at, stop, block):
+                    sums[-1].append(zlib.crc32(data[start : min(start + block, stop)]))
                     if start - sent >= CHUNK:
                         yield data[sent:start]
                         sent = start
@@ -158,15 +164,17 @@ def write_file(store: Store, folder: str, rank: int, host: HostCopy, scalars: Ma
             at += _bytes(part, box)
             number += 1
         tensors[part.name] = Entry(part.shape, part.dtype, tuple(stored), part.aliases, part.trainable)
-    return Record(file, at, tensors, dict(scalars))
+    return Record(file, at, tensors, dict(content.scalars), dict(content.state))
 
 
 def joined(records: list[Record], content: Content) -> Manifest:
     """The manifest of all ranks' files. Raises RunError where ranks do not agree on what a tensor is."""
     tensors: dict[str, Entry] = {}
     scalars: dict[str, Scalar] = {}
+    state: dict[str, Any] = {}
     for record in records:
         scalars |= record.scalars
+        state |= {key: value for key, value in record.state.items() if value is not None or key not in state}
         for name, entry in record.tensors.items():
             known = tensors.setdefault(name, entry)
             if known is not entry:
@@ -178,7 +186,7 @@ def joined(records: list[Record], content: Content) -> Manifest:
                 more = tuple(stored for stored in entry.stored if stored.box not in have)
                 tensors[name] = Entry(entry.shape, entry.dtype, known.stored + more, known.aliases, entry.trainable)
     files = {record.file: record.bytes_ for record in records}
-    told = (content.state, content.notes, content.job, content.facts)
+    told = (state, content.notes, content.job, content.facts)
     return Manifest(content.step, content.mesh, content.ranks, tensors, scalars, files, *told)
 
 

@@ -35,6 +35,7 @@ class Feed:
         self.source, self.size, self.seed = source, size, seed
         self.shuffle = shuffle and source.total is not None
         self.samples = None if epochs is None or source.total is None else round(epochs * source.total)
+        self._origin = (0, 0)  # a step, and the position in the endless order of samples at which it begins
         self._thread = ThreadPoolExecutor(1, "stretto-data") if source.background else None
         self._ahead: tuple[Wanted, Future[Batch]] | None = None
 
@@ -51,7 +52,7 @@ class Feed:
     @property
     def steps(self) -> int | None:
         """Steps until the feed ends, the last one smaller if it must be; None: it never does."""
-        return None if self.samples is None else -(-self.samples // self.size)
+        return None if self.samples is None else self._steps_to(self.samples)
 
     @property
     def epoch_steps(self) -> int | None:
@@ -62,7 +63,15 @@ class Feed:
         """Steps that it takes to learn from so many tokens, rounded up."""
         if self.source.tokens_per_sample is None:
             raise JobError(f"tokens={tokens}: {self.source.describe}, with no fixed number of tokens; write steps=1000 or epochs=1")
-        return -(-tokens // (self.size * self.source.tokens_per_sample))
+        return self._steps_to(-(-tokens // self.source.tokens_per_sample))
+
+    def position(self, step: int) -> int:
+        """Where step `step` begins: samples of the whole job that went before it."""
+        return self._origin[1] + (step - self._origin[0]) * self.size
+
+    def go_on(self, step: int, position: int) -> None:
+        """Step `step` is to begin at `position`: so no sample is lost or seen twice where a run goes on with another batch.size."""
+        self._origin = (step, position)
 
     def ids(self, step: int) -> list[int]:
         """The global samples of a step, in row order: what the ranks' parts, joined, hold."""
@@ -93,8 +102,13 @@ class Feed:
             self._thread.shutdown(cancel_futures=True)
 
     def _positions(self, step: int) -> range:
-        start, stop = step * self.size, (step + 1) * self.size
+        start, stop = self.position(step), self.position(step + 1)
         return range(start, stop if self.samples is None else max(start, min(stop, self.samples)))
+
+    def _steps_to(self, samples: int) -> int:
+        """The step that begins at or beyond a position."""
+        step, position = self._origin
+        return step + max(0, -(-(samples - position) // self.size))
 
     def _ids_at(self, positions: range) -> list[int]:
         total = self.source.total

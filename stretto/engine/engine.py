@@ -24,7 +24,7 @@ from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
 from stretto.engine.precision import LossScale
 from stretto.engine.runner import Culprit, StepReport
-from stretto.engine.saving import PATIENCE, Saver
+from stretto.engine.saving import Saver
 from stretto.engine.underway import Underway
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
@@ -416,7 +416,7 @@ class Engine:
     def save(self, folder: str | os.PathLike[str], notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint: parameters, optimizer, counters, random streams, where the loaders stand. `folder` appears when it is
         complete; there must be none of that name. notes: anything JSON can hold, which `load` returns. Collective."""
-        self.saver.save(*place_of(folder), notes or {}, PATIENCE)
+        self.saver.save(*place_of(folder), notes or {}).wait()
 
     def load(self, folder: str | os.PathLike[str], allow_missing: str | Sequence[str] = ()) -> Mapping[str, Any]:
         """Go on from a checkpoint that was saved on any mesh; returns its notes. Nothing changes unless all of it is there and whole.
@@ -425,7 +425,7 @@ class Engine:
         another model's checkpoint, Damaged for one that is not whole. Collective.
         """
         allow = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
-        return self.saver.load(*place_of(folder), allow, PATIENCE)
+        return self.saver.load(*place_of(folder), allow)
 
     # -- looking inside --------------------------------------------------------------------------------------------
 
@@ -453,7 +453,9 @@ class Engine:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """This rank has no more steps. After local steps it goes on to take part in those of ranks that have, with weight zero."""
+        """This rank has no more steps. After local steps it goes on to take part in those of ranks that have, with weight zero; what is
+        being saved is written to its end."""
+        self.saver.wait()
         while self._served_local:
             self.now = Underway(self.world.device, self.world.rank)
             self._roll_call(None, closing=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stretto.checkpoint.shelf import Keep
 from stretto.comm.transport import World
 from stretto.data.batch import Batch
 from stretto.data.feed import Feed
@@ -16,6 +17,7 @@ from stretto.data.order import stable_number
 from stretto.data.source import Part, Source, Tokens, open_source
 from stretto.data.text import bigram_entropy
 from stretto.engine.engine import Engine
+from stretto.engine.keeping import Keeper
 from stretto.engine.profile import Profile
 from stretto.engine.runner import StepReport
 from stretto.engine.sample import write
@@ -25,12 +27,13 @@ from stretto.models import library
 
 Emit = Callable[[dict[str, Any]], None]
 #: Tokens looked at for the text's entropy, and written by the model before and after.
+NOTHING_KEPT = Keep()
 ENTROPY_TOKENS, TEXT_TOKENS, PROMPT = 1 << 24, 160, 12
 
 
-def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
-    """Run a resolved job on this rank. Collective. emit gets plain dicts under a "kind": at, start, entropy, text, step, note, eval,
-    timeline, done.
+def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Keep = NOTHING_KEPT) -> None:
+    """Run a resolved job on this rank. Collective. emit gets plain dicts under a "kind": at, resumed, start, entropy, text, step, note,
+    eval, saved, timeline, done.
 
     stop: asked at every step; ranks end together, after the step in which the first of them was asked.
     """
@@ -38,7 +41,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
     with ExitStack() as opened:
         source = _open(job, loaded, job.data.source, "learn")
         feed = opened.enter_context(closing(_feed(job, source)))
-        job = _with_length(job, feed)
+        asked, job = job, _with_length(job, feed)
         held_out = _evaluation_feed(job, loaded)
         if held_out is not None:
             opened.enter_context(closing(held_out))
@@ -46,25 +49,34 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool]) -> None:
         engine.watch = lambda step, action: emit({"kind": "at", "step": step + 1, "action": action})
         engine.asked_to_stop = stop
         torch.manual_seed(stable_number("dropout", job.seed, engine.rows.index))  # rows of different ranks drop different units
+        keeper = Keeper(engine, feed, keep, emit)
+        keeper.resume()
+        if engine.steps:  # the rest of the data may be another number of steps than it was
+            job = _with_length(asked, feed)
+            engine.total_steps = job.schedule.steps or job.total_steps() or 1
         profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks), world.rank)
         emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world)]})
         prompt = _prompt(source, loaded, job)
         if prompt and isinstance(source, Tokens):
             emit({"kind": "entropy", "nats": bigram_entropy(source.stream.read(0, min(len(source.stream), ENTROPY_TOKENS)).tolist())})
-            _sample("before", engine, prompt, emit)
-        rows = _steps(engine, feed, held_out, profile, emit)
+            if not engine.steps:
+                _sample("before", engine, prompt, emit)
+        first, total = engine.steps, job.steps or 1
+        rows = _steps(engine, feed, total, held_out, profile, keeper, emit)
         if prompt and not engine.stopping:
             _sample("after", engine, prompt, emit)
         trace = profile.trace(engine.everybody)
         if trace is not None:
-            emit({"kind": "timeline", "trace": trace})
-        emit(_done(rows, engine.everybody.objects(engine.memory.look(), reason="peak memory")))
+            emit({"kind": "timeline", "trace": trace, "first": first})
+        emit(_done(first, rows, engine.everybody.objects(engine.memory.look(), reason="peak memory")))
 
 
-def _steps(engine: Engine, feed: Feed, held_out: Feed | None, profile: Profile, emit: Emit) -> list[dict[str, Any]]:
-    """The steps, and the evaluations between them; returns the row of each step. Ends early if a rank was asked to stop."""
+def _steps(
+    engine: Engine, feed: Feed, total: int, held_out: Feed | None, profile: Profile, keeper: Keeper, emit: Emit
+) -> list[dict[str, Any]]:
+    """The steps up to `total`, evaluations and saves between them; returns the row of each step. Ends early if a rank was asked to stop."""
     rows: list[dict[str, Any]] = []
-    total, every = engine.job.steps or 1, engine.job.eval.every
+    every = engine.job.eval.every
     for batch, data_seconds in _timed(feed, total, engine, emit):
         report = engine.step(batch)
         rows.append(_row(report, data_seconds))
@@ -73,12 +85,15 @@ def _steps(engine: Engine, feed: Feed, held_out: Feed | None, profile: Profile, 
         done = report.step + 1
         if len(rows) == 1:  # only now the optimizer has its moments
             emit({"kind": "note", "text": _held(engine)})
+        eval_loss = None
         if held_out is not None and (done % every == 0 or done == total):
             emit({"kind": "at", "step": done, "action": "evaluating"})
-            batches = held_out.walk(0, engine.rows.size, engine.rows.index)
-            emit({"kind": "eval", "step": done, "eval_loss": engine.evaluate(batches)["loss"]})
+            eval_loss = engine.evaluate(held_out.walk(0, engine.rows.size, engine.rows.index))["loss"]
+            emit({"kind": "eval", "step": done, "eval_loss": eval_loss})
+        keeper.after(done, eval_loss, last=done == total)
         if engine.stopping:
             break
+    keeper.close()
     return rows
 
 
@@ -127,7 +142,7 @@ def _evaluation_feed(job: Job, loaded: library.Loaded) -> Feed | None:
 
 def _timed(feed: Feed, steps: int, engine: Engine, emit: Emit) -> Iterator[tuple[Batch, float]]:
     """This rank's rows of each step, and how long it waited for them."""
-    for step in range(steps):
+    for step in range(engine.steps, steps):
         emit({"kind": "at", "step": step + 1, "action": "reading data"})
         started = time.perf_counter()
         batch = feed.rows(step, engine.rows.size, engine.rows.index)
@@ -152,13 +167,14 @@ def _row(report: StepReport, data_seconds: float) -> dict[str, Any]:
     }
 
 
-def _done(rows: list[dict[str, Any]], peak_bytes: list[int]) -> dict[str, Any]:
-    """What the whole run came to; its speed is that of its steps, data included and evaluations not."""
+def _done(first: int, rows: list[dict[str, Any]], peak_bytes: list[int]) -> dict[str, Any]:
+    """What the run came to since its `first` steps, which it went on from; its speed is that of its steps, data included and evaluations
+    not."""
     losses = [row["loss"] for row in rows]
     seconds = sum(row["seconds"] + row["data_seconds"] for row in rows)
     return {
         "kind": "done",
-        "steps": len(rows),
+        "steps": first + len(rows),
         "final_loss": losses[-1] if losses else None,
         "losses": losses,
         "tokens_per_second": sum(row["tokens"] for row in rows) / max(seconds, 1e-9),

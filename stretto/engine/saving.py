@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-import stretto
 from stretto.checkpoint.load import compare, fetch, read_manifest
 from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.meeting import Meeting
 from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.save import Content, Save
 from stretto.checkpoint.store import Store
-from stretto.engine.state import EngineState
-from stretto.errors import Damaged, JobError, RunError, StrettoError
+from stretto.engine.state import EngineState, States
+from stretto.errors import JobError, RunError, StrettoError
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
 
+T = TypeVar("T")
 #: Seconds that the first rank to call waits for the others.
 PATIENCE = 8.0
+
+
+class Writing:
+    """A save whose state is copied: it is being written, here or in a thread of its own. bytes_: of this rank."""
+
+    def __init__(self, work: Callable[[], None], bytes_: int, background: bool) -> None:
+        self.bytes_, self.final = bytes_, not background
+        self.step, self.stall, self.seconds = 0, 0.0, 0.0
+        self._work = work
+        self._error: BaseException | None = None
+        self._started = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="stretto-save", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.perf_counter() - self._started
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Until it is done, well or not."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Until it is done; raises what went wrong: RunError."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Saver:
@@ -32,27 +71,52 @@ class Saver:
         self.engine, self.world = engine, engine.world
         self.state = EngineState(engine)
         self.host: HostCopy | None = None
+        self.writing: Writing | None = None
 
-    def save(self, store: Store, name: str, notes: Mapping[str, Any], patience: float) -> None:
-        """See Engine.save; the checkpoint will be the folder `name` of the store."""
+    def save(
+        self,
+        store: Store,
+        name: str,
+        notes: Mapping[str, Any],
+        patience: float | None = None,
+        *,
+        background: bool = False,
+        then: Callable[[], object] = lambda: None,
+    ) -> Writing:
+        """See Engine.save; the checkpoint will be the folder `name` of the store. Returns when this rank's state is copied, and the
+        writing goes on in a thread or, if not in the background, when all is written. then: runs on rank 0 after that."""
+        self.wait()
         meeting = Meeting(self.world.store, self.world.rank, self.world.size, "engine.save")
-        parts, states = self.state.parts(), self.state.states()
         job = self.engine.job
+        ready, error = _tried(lambda: (self._host(self.state.parts()), self.state.scalars(self.state.states())), "engine.save")
         content = Content(
             self.engine.steps,
             str(self.engine.mesh),
             self.world.size,
-            self.state.scalars(states),
+            ready[0][1] if ready else {},
             self.state.counters(),
             notes,
             job.model_dump(mode="json"),
-            {"stretto": stretto.__version__, "torch": torch.__version__, "time": time.time()},
+            {"torch": torch.__version__, "time": time.time()},
         )
         saving = Save(meeting, store, name, content)
-        host = self._host(parts)
-        saving.begin(host.written, patience)
+        saving.begin(ready[0][0].written if ready else 0, PATIENCE if patience is None else patience, error)
+        host = ready[0][0]
         host.take()
-        saving.finish(host, job.comm.step_timeout)
+
+        def finish() -> None:
+            saving.finish(host, job.comm.step_timeout)
+            if self.world.rank == 0:
+                then()
+
+        self.writing = Writing(finish, host.written, background)
+        return self.writing
+
+    def wait(self) -> None:
+        """Until nothing is being written; whoever began it hears of its error."""
+        if self.writing is not None:
+            self.writing.join()
+            self.writing = None
 
     def _host(self, parts: list[Part]) -> HostCopy:
         """The host copy for these parts: the one there is, or one of their shapes."""
@@ -62,55 +126,61 @@ class Saver:
         self.host.renew(parts)
         return self.host
 
-    def load(self, store: Store, name: str, allow: Iterable[str], patience: float) -> Mapping[str, Any]:
+    def load(self, store: Store, name: str, allow: Iterable[str]) -> Mapping[str, Any]:
         """See Engine.load. Nothing of the engine is touched before all ranks have read, and checked, all they need."""
+        self.wait()
         meeting = Meeting(self.world.store, self.world.rank, self.world.size, "engine.load")
         path = store.path(name)
-        for rank, other in enumerate(meeting.call(path, patience)):
+        for rank, other in enumerate(meeting.call(path, PATIENCE)):
             if other != path:
                 raise JobError(f"rank {self.world.rank} loads {path} and rank {rank} {other}; give every rank one folder")
-        manifest = self._manifest(store, name)
-        compare(manifest, path, self.state.wanted(manifest), allow)
-        self._check_optimizer(manifest, path)
-        states = self.state.fresh_states(manifest)
-        parts = self.state.model_parts() + self.state.optimizer_parts(states) + self.state.kept_streams(manifest)
-        failure: Exception | None = None
-        try:
+        manifest = self._from_rank_0(lambda: read_manifest(store, name), f"{path} cannot be read")
+        wanted = self.state.wanted(manifest)
+
+        def read() -> tuple[HostCopy, States]:
+            compare(manifest, path, wanted, allow)
+            self._check_optimizer(manifest, path)
+            states = self.state.fresh_states(manifest)
+            parts = self.state.model_parts() + self.state.optimizer_parts(states) + self.state.kept_streams(manifest)
             host = self.host if self.host and self.host.fits(parts) else HostCopy(parts, pinned=False)
             host.renew(parts)
             fetch(store, name, manifest, host)
-        except Exception as error:
-            failure = error
-        told = None if failure is None else str(failure) if isinstance(failure, StrettoError) else f"{type(failure).__name__}: {failure}"
-        self._agree(told, failure)
+            return host, states
+
+        host, states = self._agreed(read, f"{path} cannot be read")
         self.state.put(manifest, host, states)
         self.state.put_counters(manifest.state)
         return manifest.notes
 
-    def _manifest(self, store: Store, name: str) -> Manifest:
-        """As rank 0 reads it; its error is everybody's."""
-        found: Manifest | StrettoError | None = None
-        if self.world.rank == 0:
-            try:
-                found = read_manifest(store, name)
-            except StrettoError as error:
-                found = error
-            except Exception as error:
-                found = RunError(f"{store.path(name)} cannot be read: {type(error).__name__}: {error}")
-        found = self.engine.everybody.objects(found, reason="load")[0]
-        if isinstance(found, StrettoError):
-            raise found
-        assert found is not None
-        return found
+    def _agreed(self, work: Callable[[], T], what: str) -> T:
+        """What `work` gives, on every rank its own. An error on any rank is everybody's. Collective."""
+        found, error = _tried(work, what)
+        for failure in self.engine.everybody.objects(error, reason="load"):
+            if failure is not None:
+                raise failure
+        return found[0]
 
-    def _agree(self, told: str | None, failure: Exception | None) -> None:
-        """Go on only if no rank failed to read its part; every rank raises the first one's error."""
-        for error in self.engine.everybody.objects(told, reason="load"):
-            if error is not None:
-                raise Damaged(error) from failure
+    def _from_rank_0(self, work: Callable[[], T], what: str) -> T:
+        """What `work` gives on rank 0, on all ranks. Collective."""
+        mine: tuple[list[T], StrettoError | None] = _tried(work, what) if self.world.rank == 0 else ([], None)
+        found, error = self.engine.everybody.objects(mine, reason="load")[0]
+        if error is not None:
+            raise error
+        value: T = found[0]
+        return value
 
     def _check_optimizer(self, manifest: Manifest, path: str) -> None:
         was, now = manifest.state["optimizer"], self.state.counters()["optimizer"]
         has_state = any(name.startswith("optimizer/") for name in (*manifest.tensors, *manifest.scalars))
         if has_state and was != now and now is not None:
             raise JobError(f"{path} has the state of {was}, and this engine has {now}; write the optimizer that it was saved with")
+
+
+def _tried(work: Callable[[], T], what: str) -> tuple[list[T], StrettoError | None]:
+    """([what `work` gives], None), or ([], its error in words)."""
+    try:
+        return [work()], None
+    except StrettoError as error:
+        return [], error
+    except Exception as error:
+        return [], RunError(f"{what}: {type(error).__name__}: {error}")

@@ -86,11 +86,12 @@ class EngineState:
             for key, value in states.get(piece.name, {}).items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
-                name, shape = f"optimizer/{piece.name}/{key}", piece.shape
-                if value.shape != piece.value.shape:
+                name = f"optimizer/{piece.name}/{key}"
+                if value.shape == piece.value.shape:
+                    found.append(self._part(name, piece.shape, layout, value))
+                else:
                     self._check_whole(piece, layout, name, tuple(value.shape))
-                    shape, layout = tuple(value.shape), Layout.whole(tuple(value.shape))
-                found.append(self._part(name, shape, layout, value))
+                    found.append(self._part(name, tuple(value.shape), Layout.whole(tuple(value.shape)), value, held_as=layout))
         return found
 
     def scalars(self, states: States) -> dict[str, Scalar]:
@@ -242,8 +243,10 @@ class EngineState:
             layouts = group.layouts()
             yield from ((piece, layouts[piece.name]) for piece in group.pieces)
 
-    def _part(self, name: str, shape: Shape, layout: Layout, values: Tensor) -> Part:
-        cut = {axis for axes in layout.cuts for axis in axes} | set(layout.flat.axes if layout.flat else ())
+    def _part(self, name: str, shape: Shape, layout: Layout, values: Tensor, held_as: Layout | None = None) -> Part:
+        """held_as: the layout that says which ranks have it, where that is not its own."""
+        holders = held_as or layout
+        cut = {axis for axes in holders.cuts for axis in axes} | set(holders.flat.axes if holders.flat else ())
         axes = tuple(axis for axis in COPY_AXES if axis not in cut)
         here = self.mesh.at(self.rank)
         boxes = layout.boxes(shape, self.mesh, self.rank)

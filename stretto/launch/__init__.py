@@ -32,16 +32,24 @@ def launch(function: Callable[..., Any], ranks: int, args: Sequence[Any] = (), *
     return local.launch(function, ranks, args, timeout=timeout)
 
 
-def train(job: Job | str | Path, out: str | Path | None = None, *, until: int | None = None) -> Trained | None:
+def train(
+    job: Job | str | Path | None,
+    out: str | Path | None = None,
+    *,
+    until: int | None = None,
+    resume: bool | Literal["auto"] = False,
+) -> Trained | None:
     """Train a job: starts its ranks on this machine, or joins them where this process is one (torchrun, srun, stretto.launch).
 
     out: the run folder (default runs/NAME-TIME). until: stop after that step; the learning rate goes as if it went on.
+    resume: go on with the run in `out` from its newest checkpoint, on the mesh of `job`, which may be another ("auto": start if there is
+    none). job=None is then the run's own.
     Returns how it went, on rank 0; None on the other ranks. Raises JobError before anything is started or written where it
     can be known, RankFailed for a run that failed.
     """
     from stretto.launch import training
 
-    return training.train(job, out, until=until)
+    return training.train_or_go_on(job, out, until, resume)
 
 
 def check(

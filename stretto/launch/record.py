@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from stretto.draw.numbers import bytes_
 from stretto.launch.progress import Progress
 from stretto.launch.runfolder import RunFolder, Status
 from stretto.launch.worker import Event
@@ -28,6 +31,7 @@ class Trained:
     seconds: float
     eval_loss: float | None = None
     entropy: float | None = None  # bigram entropy of the text, nats a token
+    saved: str | None = None  # the newest checkpoint
     texts: dict[str, str] = field(default_factory=dict)  # what the model wrote "before" and "after"
 
 
@@ -41,6 +45,7 @@ class Recorder:
         self.total = total
         self.step = 0
         self.losses: list[tuple[int, float]] = []
+        self.earlier: tuple[float, ...] = ()  # losses of the steps before those of this process
         self.facts: dict[str, Any] = {}  # entropy, eval_loss, and what the last event said
         self.texts: dict[str, str] = {}
         self.peaks: list[int] = []
@@ -49,6 +54,8 @@ class Recorder:
         self.stop_asked = ""
         self.written = time.monotonic()
         self.ears = {
+            "resumed": self._resumed,
+            "saved": self._saved,
             "start": self._start,
             "step": self._step,
             "eval": self._eval,
@@ -65,6 +72,20 @@ class Recorder:
         """Take one event; kinds that nobody here knows are left to others."""
         if event["kind"] in self.ears:
             self.ears[event["kind"]](event)
+
+    def _resumed(self, event: Event) -> None:
+        rows = self.folder.go_on_from(event["step"])
+        self.step = event["step"]
+        self.earlier = tuple(row["loss"] for row in rows if row.get("loss") is not None)
+        self.facts["eval_loss"] = next((row["eval_loss"] for row in reversed(rows) if "eval_loss" in row), None)
+        if event["step"]:
+            self.facts["saved"] = event["path"]
+            self.progress.note(f"going on from {event['path']}: the next step is {event['step'] + 1}")
+
+    def _saved(self, event: Event) -> None:
+        self.facts["saved"] = event["path"]
+        cost = f"{bytes_(event['bytes'])} a rank, {event['seconds']:.2f} s; training waited {event['stall_seconds']:.2f} s"
+        self.progress.note(f"step {event['step']} saved in {event['path']} ({cost})")
 
     def _start(self, event: Event) -> None:
         self.total = event.get("steps", self.total)
@@ -101,7 +122,7 @@ class Recorder:
         self.progress.note(event["text"])
 
     def _timeline(self, event: Event) -> None:
-        self.folder.write("timeline.json", event["trace"])
+        self.folder.write("timeline.json", joined_traces(self.folder.path / "timeline.json", event["trace"], event.get("first", 0)))
         self.progress.note(f"timeline of the steps of profile.steps: {self.folder.path / 'timeline.json'}")
 
     def _stop(self, event: Event) -> None:
@@ -116,12 +137,12 @@ class Recorder:
     def trained(self, status: Status) -> Trained:
         """The run as its events tell it; what the "done" event says itself comes first."""
         done = self.facts.get("done", {})
-        losses = done.get("losses") or [loss for _, loss in self.losses]
+        losses = [*self.earlier, *(done.get("losses") or [loss for _, loss in self.losses])]
         rate = self.tokens / self.seconds if self.seconds else None
         return Trained(
             status,
             self.step,
-            done.get("final_loss", losses[-1] if losses else None),
+            losses[-1] if losses else None,
             tuple(losses),
             done.get("tokens_per_second", rate),
             tuple(done.get("peak_bytes") or self.peaks),
@@ -130,6 +151,7 @@ class Recorder:
             self.seconds,
             self.facts.get("eval_loss"),
             self.facts.get("entropy"),
+            self.facts.get("saved"),
             dict(self.texts),
         )
 
@@ -139,11 +161,27 @@ class Recorder:
 
         self.progress.close()
         trained = self.trained(status)
-        told = ("mesh", "final_loss", "eval_loss", "tokens_per_second", "peak_bytes", "entropy", "texts")
+        told = ("mesh", "final_loss", "eval_loss", "tokens_per_second", "peak_bytes", "entropy", "saved", "texts")
         self.folder.set_status(status, self.step, why, **{name: getattr(trained, name) for name in told})
         self.folder.close()
         write_report(self.folder.path)
         return trained
+
+
+def joined_traces(path: Path, trace: str, first: int) -> str:
+    """A trace, with what an earlier part of the run wrote in `path` of its first `first` steps: a run that goes on adds to it."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError):
+        return trace
+    read = json.loads(trace)
+    number, kept = 0, []
+    for event in earlier:
+        if event.get("cat") == "step":
+            number = int(event["name"].removeprefix("step "))  # its actions stand after it
+        if event.get("ph") != "M" and number <= first:
+            kept.append(event)
+    return json.dumps({**read, "traceEvents": [*kept, *read["traceEvents"]]})
 
 
 def _without_kind(event: Event) -> Event:

@@ -20,6 +20,7 @@ from stretto.errors import JobError, RunError
 
 Status = Literal["running", "done", "interrupted", "failed"]
 MARKS = ("status.json", "metrics.jsonl", "job.toml")  # a folder with one of them holds a run
+REPLACED = ("job.toml", "environment.json", "status.json")
 VERSIONS = ("stretto", "torch", "numpy", "pydantic", "transformers", "datasets")
 
 
@@ -61,10 +62,11 @@ def environment_facts(command: Sequence[str], device: str, gpus: int) -> dict[st
 class RunFolder:
     """An open run folder. Made before any rank starts, so that a folder that cannot be written is found out in time."""
 
-    def __init__(self, path: Path, made: Path | None) -> None:
+    def __init__(self, path: Path, made: Path | None, before: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.logs = path / "logs"
         self._made = made  # the topmost folder that was not there before
+        self._before = before  # of a run that goes on: the files that opening it replaced
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     @classmethod
@@ -88,6 +90,36 @@ class RunFolder:
             raise JobError(f"--out {path} cannot be written ({error.strerror}); write --out DIR with a folder that you may write") from None
         return folder
 
+    @classmethod
+    def reopen(cls, path: Path, job: str, environment: Mapping[str, Any], mesh: str) -> RunFolder:
+        """Go on in the folder of a run: its job.toml, environment.json and status.json are those of now, its rows stay.
+
+        The job.toml that was there, if it said something else, is kept as job.before-STEP.toml.
+        """
+        before = {name: text for name in REPLACED if (text := _text_of(path / name)) is not None}
+        step = told_in(path).get("step", 0)
+        try:
+            (path / "logs").mkdir(exist_ok=True)
+            folder = cls(path, None, before)
+            if before.get("job.toml", job) != job:
+                folder.write(f"job.before-{step}.toml", before["job.toml"])
+            folder.write("job.toml", job)
+            folder.write("environment.json", json_text(environment, indent=2) + "\n")
+            folder.set_status("running", step, "", mesh=mesh)
+        except OSError as error:
+            raise JobError(f"--out {path} cannot be written ({error.strerror}), so the run in it cannot go on") from None
+        return folder
+
+    def go_on_from(self, step: int) -> list[dict[str, Any]]:
+        """Drop the rows of steps after `step`, which are run again; returns the rows that stay."""
+        self._metrics.close()
+        name = "metrics.jsonl"
+        rows = [row for row in rows_of(self.path / name) if row.get("step", 0) <= step]
+        self.write(name, "".join(json_text(row) + "\n" for row in rows))
+        self._metrics = (self.path / name).open("a", encoding="utf-8", buffering=1)
+        self._before = None  # from here on it is another run than it was
+        return rows
+
     def add_row(self, row: Mapping[str, Any]) -> None:
         """One more line of metrics.jsonl, on disk when this returns (but for the system's own cache)."""
         try:
@@ -103,9 +135,13 @@ class RunFolder:
         self._metrics.close()
 
     def discard(self) -> None:
-        """Take away what this run put here: it was refused before its first step."""
+        """Take away what this run put here: it was refused before its first step. A run that was to go on is as it was."""
         self.close()
-        _remove(self.path, self._made)
+        if self._before is None:
+            _remove(self.path, self._made)
+            return
+        for name, text in self._before.items():
+            self.write(name, text)
 
     def write(self, name: str, text: str) -> None:
         """A file of the folder, there whole or not at all."""
@@ -118,13 +154,43 @@ def refuse_a_run(path: Path) -> None:
     """JobError if there is a run in `path` already: going over it would mix two runs."""
     if path.exists() and not path.is_dir():
         raise JobError(f"--out {path} is a file; write --out DIR with a folder, new or empty")
-    if not any((path / mark).exists() for mark in MARKS):
+    if not holds_a_run(path):
         return
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads((path / "status.json").read_text(encoding="utf-8"))
+    found = told_in(path)
     state = f" ({found['status']}, step {found['step']})" if {"status", "step"} <= set(found) else ""
-    raise JobError(f"--out {path} holds a run already{state}; write another --out, or remove that folder to start over")
+    raise JobError(
+        f"--out {path} holds a run already{state}; write another --out, --resume to go on with it, or remove that folder to start over"
+    )
+
+
+def holds_a_run(path: Path) -> bool:
+    """Whether a run has been here."""
+    return any((path / mark).exists() for mark in MARKS)
+
+
+def told_in(path: Path) -> dict[str, Any]:
+    """What status.json says; {} if nothing."""
+    try:
+        found: dict[str, Any] = json.loads((path / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a crash cut short is left out."""
+    rows = []
+    for line in (_text_of(path) or "").splitlines():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _remove(path: Path, made: Path | None) -> None:

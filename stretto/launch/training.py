@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from stretto.anatomy import DECODERS
+from stretto.checkpoint.shelf import Keep, Resume
 from stretto.comm.environment import Seat, seat
 from stretto.draw.curve import text_curve
 from stretto.draw.numbers import bytes_, count, measure
@@ -20,7 +22,8 @@ from stretto.launch.devices import Devices, devices
 from stretto.launch.failure import RankFailed
 from stretto.launch.progress import progress_on
 from stretto.launch.record import Recorder, Trained
-from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, refuse_a_run
+from stretto.launch.resuming import check_there_is_one, job_of_run, place_of_checkpoints
+from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, holds_a_run, refuse_a_run
 from stretto.launch.worker import Event, Rank
 from stretto.layout.mesh import Mesh
 
@@ -55,6 +58,7 @@ def train(
     out: str | Path | None = None,
     *,
     until: int | None = None,
+    resume: Resume = "no",
     stream: TextIO | None = None,
 ) -> Trained | None:
     """stretto.train, with a say in where progress is shown (default stderr)."""
@@ -63,18 +67,37 @@ def train(
     prepared = ready(asked)
     cut = shortened(prepared.job, until)
     check_data(prepared.job)
-    if prepared.seat and prepared.seat.rank > 0:
-        _run(prepared, cut, None, lambda event: None)
-        return None
     path = Path(out) if out is not None else default_folder(asked.name, time.localtime())
-    refuse_a_run(path)
+    keep = Keep(place_of_checkpoints(prepared.job, path), resume, last=cut is not prepared.job)
+    if prepared.seat and prepared.seat.rank > 0:
+        _run(prepared, cut, keep, None, lambda event: None)
+        return None
+    if resume == "no":
+        refuse_a_run(path)
+    elif resume == "yes":
+        check_there_is_one(prepared.job, path)
     facts = environment_facts(sys.argv, prepared.job.device, prepared.devices.visible)
     progress = progress_on(stream, asked.log.every)
-    folder = RunFolder.create(path, prepared.job.to_toml(), facts, prepared.job.mesh)
+    opened = RunFolder.reopen if resume != "no" and holds_a_run(path) else RunFolder.create
+    folder = opened(path, prepared.job.to_toml(), facts, prepared.job.mesh)
     recorder = Recorder(folder, progress, prepared.job.mesh, cut.total_steps())
     progress.note(prepared.line())
     progress.note(f"run folder: {path}")
-    return _recorded(recorder, prepared.job.total_steps(), lambda: _run(prepared, cut, folder.logs, recorder))
+    again = f"{'torchrun ... -m ' if prepared.seat else ''}stretto train --out {shlex.quote(str(path))} --resume"
+    return _recorded(recorder, prepared.job.total_steps(), again, lambda: _run(prepared, cut, keep, folder.logs, recorder))
+
+
+def train_or_go_on(
+    job: Job | str | Path | None, out: str | Path | None, until: int | None, resume: bool | Literal["auto"]
+) -> Trained | None:
+    """stretto.train: `resume` as a user says it, and the job of the run where none is given."""
+    if resume and out is None:
+        raise JobError("resume goes on with the run in a folder; write out=FOLDER")
+    if job is None:
+        job = job_of_run(out, {}) if resume and out is not None else None
+        if job is None:
+            raise JobError('there is no job: job=None is for resume=True with the folder of a run; write job="tiny", or a Job')
+    return train(job, out, until=until, resume="auto" if resume == "auto" else "yes" if resume else "no")
 
 
 def shortened(job: Job, until: int | None) -> Job:
@@ -117,17 +140,17 @@ def check_data(job: Job) -> None:
         )
 
 
-def _run(prepared: Ready, job: Job, logs: Path | None, on_event: Callable[[Event], None]) -> None:
+def _run(prepared: Ready, job: Job, keep: Keep, logs: Path | None, on_event: Callable[[Event], None]) -> None:
     from stretto.launch.local import run_local
     from stretto.launch.outside import run_here
 
     if prepared.seat:
-        run_here(train_rank, (job,), prepared.seat, on_event)
+        run_here(train_rank, (job, keep), prepared.seat, on_event)
     else:
-        run_local(train_rank, prepared.ranks, (job,), on_event=on_event, logs=logs, stoppable=True)
+        run_local(train_rank, prepared.ranks, (job, keep), on_event=on_event, logs=logs, stoppable=True)
 
 
-def train_rank(here: Rank, job: Job) -> None:
+def train_rank(here: Rank, job: Job, keep: Keep) -> None:
     """The training of one rank."""
     here.emit({"kind": "at", "action": "while loading torch"})
     from stretto.comm.transport import World
@@ -137,12 +160,12 @@ def train_rank(here: Rank, job: Job) -> None:
     world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
     here.first = world.first
     here.emit({"kind": "at", "action": "while building the model"})
-    fit(job, world, here.emit, here.stop)
+    fit(job, world, here.emit, here.stop, keep)
     world.close()  # not after an error: it would wait for ranks that are gone
 
 
-def _recorded(recorder: Recorder, total: int | None, run: Callable[[], None]) -> Trained:
-    """Run, and leave a true status however it ends; `total` is the number of steps without --until."""
+def _recorded(recorder: Recorder, total: int | None, again: str, run: Callable[[], None]) -> Trained:
+    """Run, and leave a true status however it ends; `total` is the number of steps without --until, `again` the command to go on."""
     try:
         run()
     except JobError:
@@ -161,6 +184,8 @@ def _recorded(recorder: Recorder, total: int | None, run: Callable[[], None]) ->
     whole = total is None or recorder.step >= total
     status: Status = "done" if whole else "interrupted"
     why = "" if whole else f"stopped after step {recorder.step} of {total}, as asked ({recorder.stop_asked or '--until'})"
+    if not whole:
+        recorder.progress.note(f"{why}; all is saved, and this goes on with it:\n  {again}")
     return recorder.finish(status, why)
 
 
@@ -177,8 +202,8 @@ def summary(trained: Trained, braille: bool) -> str:
     speed = f", {count(trained.tokens_per_second)} tokens/s" if trained.tokens_per_second else ""
     peak = f", {bytes_(max(trained.peak_bytes))} at most on a rank" if trained.peak_bytes else ""
     lines.append(f"{trained.status}: {trained.steps} steps, final loss {loss}{speed}{peak}")
-    if trained.status == "interrupted":
-        lines.append("nothing was saved: checkpoints and --resume are not in this version yet")
+    if trained.saved:
+        lines.append(f"checkpoint: {trained.saved}")
     lines.append(f"report: {Path(trained.out) / 'report.html'}")
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ def test_a_folder_with_a_run_is_refused_with_the_state_it_is_in(tmp_path):
     folder = made(tmp_path)
     folder.set_status("done", 250, "")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(JobError, match=r"holds a run already \(done, step 250\); write another --out"):
+    with pytest.raises(JobError, match=r"holds a run already \(done, step 250\); write another --out, --resume to go on with it"):
         made(tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

@@ -22,7 +22,7 @@ def row(step, loss):
     return {"kind": "step", "step": step, "loss": loss, **steady}
 
 
-def pretend(here, job):
+def pretend(here, job, keep):
     here.emit({"kind": "start", "steps": job.steps, "lines": [f"a model for {here.ranks} ranks"]})
     here.emit({"kind": "entropy", "nats": 2.45})
     here.emit({"kind": "text", "when": "before", "text": "xq\x00zv"})
@@ -40,7 +40,7 @@ def pretend(here, job):
     here.emit({"kind": "done", "steps": step, "final_loss": losses[-1], "losses": losses, "tokens_per_second": 9e3, "peak_bytes": [1, 2]})
 
 
-def fails_at_3(here, job):
+def fails_at_3(here, job, keep):
     for step in range(1, 9):
         here.emit({"kind": "at", "step": step, "action": "1B0"})
         if here.rank == 1 and step == 3:
@@ -52,7 +52,7 @@ def fails_at_3(here, job):
     time.sleep(60)
 
 
-def refuses(here, job):
+def refuses(here, job, keep):
     raise JobError("model=hf:nowhere: there is no such folder")
 
 
@@ -99,7 +99,6 @@ def test_stopping_early_keeps_the_schedule_and_the_job_that_goes_on(run):
     assert (trained.status, trained.steps, len(trained.losses)) == ("interrupted", 4, 4)
     assert Job.load(folder / "job.toml").steps == 12
     assert "--until" in json.loads((folder / "status.json").read_text())["why"]
-    assert "nothing was saved" in summary(trained, True)
 
 
 def test_until_lays_the_schedule_over_all_steps():
@@ -171,8 +170,8 @@ def test_evaluation_data_is_looked_at_as_well(tmp_path):
 def test_a_rank_that_somebody_else_started_does_the_same_in_its_own_process(run, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    trained, said, folder = run(lambda here, job: pretend(here, job))
+    trained, said, folder = run(lambda here, job, keep: pretend(here, job, keep))
     assert trained.status == "done" and (folder / "report.html").exists() and "step 5/12" in said
     monkeypatch.setenv("RANK", "1")
-    other, said, _ = run(lambda here, job: pretend(here, job))
+    other, said, _ = run(lambda here, job, keep: pretend(here, job, keep))
     assert other is None and said == "" and Path(folder).exists()

@@ -1,0 +1,163 @@
+"""Keeper: when a run saves, what it keeps, and from where it goes on."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from stretto.checkpoint.shelf import Keep, Shelf, name_of
+from stretto.checkpoint.store import open_store
+from stretto.data.feed import Feed
+from stretto.errors import Damaged, JobError, RunError, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.engine.engine import Engine
+    from stretto.engine.saving import Writing
+
+
+class Keeper:
+    """The checkpoints of the run of one engine. Every rank has one and calls it alike."""
+
+    def __init__(self, engine: Engine, feed: Feed, keep: Keep, emit: Callable[[dict[str, Any]], None]) -> None:
+        self.engine, self.feed, self.keep, self.emit = engine, feed, keep, emit
+        self.keys = engine.job.checkpoint
+        self.shelf = Shelf(open_store(keep.place)) if keep.place is not None else None
+        self.best: tuple[int, float] | None = None  # step and evaluation loss; with checkpoint.best it is one that is saved
+        self.saved = 0  # the step last saved, or gone on from
+        self.failures = 0
+        self.writing: Writing | None = None
+        self.pending_best: tuple[int, float] | None = None
+
+    # -- going on --------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint that is whole; what crashes have left is removed. Collective.
+
+        A damaged one is set aside with a line that says so, and the one before it is taken. Raises JobError if there is none.
+        """
+        if self.shelf is None:
+            return
+        steps = self._of_rank_0(self._look)
+        if self.keep.resume == "no":
+            return
+        for step in steps:
+            try:
+                notes = self.engine.load(self.shelf.path(step))
+            except Damaged as error:
+                self._of_rank_0(functools.partial(self.shelf.set_aside, step))
+                self.emit({"kind": "note", "text": f"the checkpoint of step {step} cannot be used: {error}"})
+                continue
+            self.saved = step
+            self.best = tuple(notes["best"]) if notes.get("best") else None
+            self.feed.go_on(self.engine.steps, notes["samples"])
+            self.emit({"kind": "resumed", "step": step, "path": self.shelf.path(step)})
+            return
+        if self.keep.resume == "yes":
+            raise JobError(f"{self.shelf.store.where} has no checkpoint to go on from; write --resume=auto to start at step 1 then")
+        self.emit({"kind": "note", "text": f"no checkpoint in {self.shelf.store.where} to go on from: starting at step 1"})
+        self.emit({"kind": "resumed", "step": 0})
+
+    def _look(self) -> list[int]:
+        assert self.shelf is not None
+        self.shelf.sweep()
+        return self.shelf.steps()
+
+    def _of_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives on rank 0, on every rank; its error is everybody's. Collective."""
+        found: Any = None
+        if self.engine.world.rank == 0:
+            try:
+                found = work()
+            except StrettoError as error:
+                found = error
+            except OSError as error:
+                found = RunError(f"{self.shelf.store.where if self.shelf else ''}: {error.strerror or error}")
+        found = self.engine.everybody.objects(found, reason="checkpoints")[0]
+        if isinstance(found, StrettoError):
+            raise found
+        return found
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def after(self, step: int, eval_loss: float | None, last: bool) -> None:
+        """Step `step` (from 1) is done, and perhaps evaluated: save if it is time. last: no step follows. Collective."""
+        if self.shelf is None:
+            return
+        self._settle(wait=False)
+        best = self.best if eval_loss is None or (self.best and self.best[1] <= eval_loss) else (step, eval_loss)
+        better = best != self.best and self.keys.best
+        due = bool(self.keys.every) and (step % self.keys.every == 0 or last)
+        ending = self.engine.stopping or (last and self.keep.last)
+        if not (due or ending or better) or step == self.saved:
+            return
+        if self.writing is not None and self.keys.busy == "skip" and not (last or ending or better) and self._still_writing():
+            self.emit({"kind": "note", "text": f"step {step} is not saved: the last checkpoint is still being written"})
+            return
+        self._settle(wait=True)
+        self._begin(step, best, background=self.keys.background and not (last or ending))
+
+    def close(self) -> None:
+        """Wait until the last save is done, and report it."""
+        self._settle(wait=True)
+
+    def _begin(self, step: int, best: tuple[int, float] | None, background: bool) -> None:
+        assert self.shelf is not None
+        self.emit({"kind": "at", "step": step, "action": "saving"})
+        started = time.perf_counter()
+        notes = {"samples": self.feed.position(step), "best": best}
+        keep_best = best[0] if best and self.keys.best else None
+        patience = self.engine.job.comm.step_timeout
+        self.saved = step
+        try:
+            self.writing = self.engine.saver.save(
+                self.shelf.store,
+                name_of(step),
+                notes,
+                patience,
+                background=background,
+                then=functools.partial(self.shelf.retire, self.keys.keep, self.keys.keep_every, keep_best),
+            )
+        except RunError as error:
+            self._failed(step, error, final=not background)
+            return
+        self.writing.step, self.writing.stall = step, time.perf_counter() - started
+        self.pending_best = best
+        self._settle(wait=not background)
+
+    def _still_writing(self) -> bool:
+        """Whether any rank is. Collective: all ranks come to the same answer."""
+        mine = self.writing is not None and not self.writing.done
+        return any(self.engine.everybody.objects(mine, reason="checkpoints"))
+
+    def _settle(self, wait: bool) -> None:
+        """Report the save that was under way, if it is done."""
+        writing = self.writing
+        if writing is None or not (wait or writing.done) or self.shelf is None:
+            return
+        self.writing = None
+        try:
+            writing.wait()
+        except RunError as error:
+            self._failed(writing.step, error, final=writing.final)
+            return
+        self.failures, self.best = 0, self.pending_best
+        self.emit(
+            {
+                "kind": "saved",
+                "step": writing.step,
+                "path": self.shelf.path(writing.step),
+                "seconds": writing.seconds,
+                "stall_seconds": writing.stall,
+                "bytes": writing.bytes_,
+            }
+        )
+
+    def _failed(self, step: int, error: RunError, final: bool) -> None:
+        """Tell it at once; go on, unless too many failed in a row, or this was the last chance."""
+        self.failures += 1
+        limit = self.keys.max_failures
+        if final or self.failures > limit:
+            raise error
+        self.emit({"kind": "note", "text": f"{error} (failure {self.failures}; after {limit} in a row the run stops)"})
