@@ -84,7 +84,9 @@ def train(
     progress.note(prepared.line())
     progress.note(f"run folder: {path}")
     again = f"{'torchrun ... -m ' if prepared.seat else ''}stretto train --out {shlex.quote(str(path))} --resume"
-    return _recorded(recorder, prepared.job.total_steps(), again, lambda: _run(prepared, cut, keep, folder.logs, recorder))
+    return _recorded(
+        recorder, prepared.job.total_steps(), cut.total_steps(), again, lambda: _run(prepared, cut, keep, folder.logs, recorder)
+    )
 
 
 def train_or_go_on(
@@ -164,8 +166,8 @@ def train_rank(here: Rank, job: Job, keep: Keep) -> None:
     world.close()  # not after an error: it would wait for ranks that are gone
 
 
-def _recorded(recorder: Recorder, total: int | None, again: str, run: Callable[[], None]) -> Trained:
-    """Run, and leave a true status however it ends; `total` is the number of steps without --until, `again` the command to go on."""
+def _recorded(recorder: Recorder, total: int | None, until: int | None, again: str, run: Callable[[], None]) -> Trained:
+    """Run, and leave a true status however it ends. total: number of steps without --until; until: with it; again: the command to go on."""
     try:
         run()
     except JobError:
@@ -183,7 +185,8 @@ def _recorded(recorder: Recorder, total: int | None, again: str, run: Callable[[
     total = total or recorder.total
     whole = total is None or recorder.step >= total
     status: Status = "done" if whole else "interrupted"
-    why = "" if whole else f"stopped after step {recorder.step} of {total}, as asked ({recorder.stop_asked or '--until'})"
+    asked = recorder.stop_asked or ("--until" if recorder.step == until else "a signal")
+    why = "" if whole else f"stopped after step {recorder.step} of {total}, as asked ({asked})"
     if not whole:
         recorder.progress.note(f"{why}; all is saved, and this goes on with it:\n  {again}")
     return recorder.finish(status, why)

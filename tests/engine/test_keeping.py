@@ -109,8 +109,6 @@ def test_a_run_that_is_done_has_no_step_left_and_can_be_made_longer(text, place)
     more = run(text, Keep(place, "yes"), steps=10, schedule="constant")
     longer = losses(run(text, Keep(), steps=10, schedule="constant"))
     assert losses(more) == {9: longer[9], 10: longer[10]}
-        s: x for s, x in losses(run(text, Keep(), steps=10, schedule="constant")).items() if s > 8
-    }
 
 
 def test_with_another_batch_size_no_sample_is_lost_or_seen_twice(text, place):

@@ -22,12 +22,13 @@ def start(tmp_path):
     environment = {**kept, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
     started = []
 
-    def run(*words):
-        command = [sys.executable, "-m", "stretto", "train", *words, "--json", "--out", "run"]
+    def run(*words, out="run"):
+        command = [sys.executable, "-m", "stretto", "train", *words, "--json", "--out", out]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
-        return process, tmp_path / "run"
+        return process, tmp_path / out
 
+    run.folder = tmp_path / "run"
     yield run
     for process in started:
         process.kill()
@@ -53,17 +54,36 @@ def test_without_a_word_it_trains_tiny_and_forty_steps_take_more_than_a_nat_off_
     assert {(e["name"], e["tid"]) for e in trace if e.get("cat") == "step"} == {(f"step {n}", r) for n in (2, 40) for r in (0, 1)}
 
 
-def test_a_run_that_is_asked_to_stop_ends_after_its_step_with_exit_code_0(start):
-    process, folder = start("steps=5000", "model.blocks=1", "batch.seq_len=16")
-    limit = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    told = json.loads(out)
-    assert told["status"] == "interrupted" and 1 <= told["steps"] == len(told["losses"]) < 5000
-    assert set(told["texts"]) == {"before"}
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["status"], status["step"]) == ("interrupted", told["steps"]) and "SIGTERM" in status["why"]
+def test_stopped_by_any_signal_all_is_saved_and_what_goes_on_is_bitwise_the_run_that_was_never_stopped(start):
+    """Ctrl-C, SIGUSR1 and SIGTERM, one after the other; exit code 0 each time, and a command that goes on."""
+    small = ("model.blocks=1", "batch.seq_len=16", "steps=5000", "mesh=dp=2")
+
+    def stopped_by(number, *words):
+        process, folder = start(*words)
+        rows = folder / "metrics.jsonl"
+        before = len(rows.read_text().splitlines()) if rows.exists() else 0
+        limit = time.monotonic() + 120
+        while not rows.exists() or len(rows.read_text().splitlines()) < before + 2:
+            assert process.poll() is None and time.monotonic() < limit, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        told, status = json.loads(out), json.loads((folder / "status.json").read_text())
+        name = signal.Signals(number).name
+        assert told["status"] == status["status"] == "interrupted" and name in status["why"] and status["step"] == told["steps"]
+        assert told["saved"].endswith(f"step-{told['steps']:08d}") and "stretto train --out run --resume" in err
+        assert len(told["losses"]) == told["steps"]
+        return told
+
+    stopped_by(signal.SIGINT, *small)
+    stopped_by(signal.SIGUSR1, "--resume")
+    told = stopped_by(signal.SIGTERM, "--resume")
+    folder = start.folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, told["steps"] + 1))
+    whole, _ = start(*small, "--until", str(told["steps"]), out="whole")
+    out, err = whole.communicate(timeout=120)
+    assert whole.returncode == 0 and json.loads(out)["losses"] == told["losses"], err
+    again, _ = start(*small)  # starting over what is there is refused
+    assert again.wait(60) == 2 and "--resume" in again.stderr.read()

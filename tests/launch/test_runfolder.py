@@ -78,3 +78,37 @@ def test_the_environment_says_what_is_needed_to_repeat_a_run():
     facts = json.loads(json_text(environment_facts(["stretto", "train", "tiny"], "cpu", 0)))
     assert facts["command"] == "stretto train tiny" and facts["python"] and facts["versions"]["torch"]
     assert {"commit", "cpu", "cores", "memory_bytes", "device"} <= set(facts)
+
+
+def rows(folder, *steps):
+    for step in steps:
+        folder.add_row({"step": step, "loss": 9.0 - step})
+
+
+def test_a_run_that_goes_on_keeps_its_rows_up_to_where_it_goes_on_from_and_no_row_is_double(tmp_path):
+    first = made(tmp_path / "run")
+    rows(first, 1, 2, 3)
+    first.add_row({"step": 2, "eval_loss": 5.0})
+    first.set_status("failed", 3, "boom")
+    first.close()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # a crash cut the last line short
+    folder = RunFolder.reopen(tmp_path / "run", "steps = 9\n", {}, "dp=4")
+    assert [row["step"] for row in folder.go_on_from(2)] == [1, 2, 2]
+    rows(folder, 3, 4)
+    folder.close()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
+    assert (tmp_path / "run" / "job.toml").read_text() == "steps = 9\n"
+    assert (tmp_path / "run" / "job.before-3.toml").read_text() == "steps = 3\n"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["mesh"] == "dp=4"
+
+
+def test_a_run_that_could_not_go_on_is_as_it_was(tmp_path):
+    first = made(tmp_path / "run")
+    rows(first, 1, 2)
+    first.set_status("interrupted", 2, "asked")
+    first.close()
+    before = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    RunFolder.reopen(tmp_path / "run", "steps = 3\n", {"other": 1}, "dp=1").discard()
+    assert before == {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
