@@ -203,4 +203,4 @@ def _check(job: Copy, low: int, view: memoryview, path: str) -> None:
 
 
 def _few(names: Sequence[str], between: str = " ") -> str:
-    return between.join(names[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")
+    return between.join(sorted(names)[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

@@ -28,7 +28,7 @@ class Keeper:
         self.saved = 0  # the step last saved, or gone on from
         self.failures = 0
         self.writing: Writing | None = None
-        self.pending_best: tuple[int, float] | None = None
+        self.writing_best: tuple[int, float] | None = None
 
     # -- going on --------------------------------------------------------------------------------------------------
 
@@ -86,8 +86,9 @@ class Keeper:
         if self.shelf is None:
             return
         self._settle(wait=False)
-        best = self.best if eval_loss is None or (self.best and self.best[1] <= eval_loss) else (step, eval_loss)
-        better = best != self.best and self.keys.best
+        known = self.best if self.writing is None else self.writing_best
+        best = known if eval_loss is None or (known and known[1] <= eval_loss) else (step, eval_loss)
+        better = best != known and self.keys.best
         due = bool(self.keys.every) and (step % self.keys.every == 0 or last)
         ending = self.engine.stopping or (last and self.keep.last)
         if not (due or ending or better) or step == self.saved:
@@ -123,7 +124,7 @@ class Keeper:
             self._failed(step, error, final=not background)
             return
         self.writing.step, self.writing.stall = step, time.perf_counter() - started
-        self.pending_best = best
+        self.writing_best = best
         self._settle(wait=not background)
 
     def _still_writing(self) -> bool:
@@ -142,7 +143,7 @@ class Keeper:
         except RunError as error:
             self._failed(writing.step, error, final=writing.final)
             return
-        self.failures, self.best = 0, self.pending_best
+        self.failures, self.best = 0, self.writing_best
         self.emit(
             {
                 "kind": "saved",

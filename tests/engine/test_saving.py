@@ -386,7 +386,7 @@ def test_what_is_missing_or_newer_is_one_clear_error_and_changes_nothing(folder,
 
 def test_the_checkpoint_of_another_model_is_refused_by_name_and_parts_of_it_can_be_allowed(folder):
     other = small(width=10, blocks=4)
-    refused("dp=2", folder, JobError, r"another model: \d+ not in it: model/layers.3.up.weight .*--allow-missing", made=other)
+    refused("dp=2", folder, JobError, r"another model: \d+ not in it: model/layers.3.down.weight .*--allow-missing", made=other)
     refused(
         "dp=2",
         folder,
@@ -394,7 +394,7 @@ def test_the_checkpoint_of_another_model_is_refused_by_name_and_parts_of_it_can_
         r"another model: other shapes: model/embed.weight is \[17, 10\] there and \[17, 12\]",
         made=small(width=12),
     )
-    refused("dp=2", folder, JobError, r"not in the model: model/layers.2.up.weight", made=small(blocks=2))
+    refused("dp=2", folder, JobError, r"not in the model: model/layers.2.down.weight", made=small(blocks=2))
 
     def grow(engine):
         fresh = {name: tensor.clone() for name, tensor in engine.full_state() if tensor is not None}
