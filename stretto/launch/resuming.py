@@ -24,7 +24,7 @@ def job_of_run(out: str | Path, changes: Mapping[str, object]) -> Job | None:
     zero = changes.get("zero")
     if isinstance(zero, Mapping) and "stage" in zero and "gradients" not in zero and _as_filled_in(job):
         job = Job.load(job, **{"zero.gradients": None})
-    if "device" in changes and job.comm.transport in ("gloo", "nccl"):
+    if "device" in changes and job.comm.transport == "nccl":
         job = Job.load(job, **{"comm.transport": "auto"})
     return Job.load(job, **changes)
 

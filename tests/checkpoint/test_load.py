@@ -141,7 +141,7 @@ def test_what_differs_from_the_model_is_listed_by_name():
     assert "1 not in it: model/d" in said and "1 not in the model: model/c" in said and "model/b is [3, 4] there and [4, 3] here" in said
     assert "--allow-missing" in said
     compare(there, "x", {"model/a": (2,), "model/b": (3, 4), "model/d": (1,)}, ("c", "model/d*"))
-    with pytest.raises(JobError, match="20 not in it: (model/n[0-9]+ ){5}and 15 more"):
+    with pytest.raises(JobError, match="20 not in it: model/n0 model/n1 model/n10 model/n11 model/n12 and 15 more"):
         compare(there, "x", {f"model/n{i}": (1,) for i in range(20)}, ("[abc]",))
 
 
