@@ -58,7 +58,7 @@ class EngineState:
             for slot in group.plan.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 mine = values[start - low : max(stop, start) - low]
-                part = self._part(f"model/{slot.name}", slot.shape, layouts[slot.name], mine)
+                part = self._part(f"model/{slot.name}", group.places[slot.name].shape, layouts[slot.name], mine)
                 aliases = tuple(name for name in parallel.aliases[slot.name] if name != slot.name)
                 found.append(replace(part, trainable=group.trainable, aliases=aliases))
         kept = set(self.engine.model.state_dict(keep_vars=True))
@@ -82,13 +82,13 @@ class EngineState:
     def optimizer_parts(self, states: States) -> list[Part]:
         """State tensors: those shaped as their parameter's piece are cut as it is, others belong to a parameter that is whole here."""
         found = []
-        for piece, layout in self._pieces_with_layouts():
+        for piece, shape, layout in self._pieces_with_layouts():
             for key, value in states.get(piece.name, {}).items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
                 name = f"optimizer/{piece.name}/{key}"
                 if value.shape == piece.value.shape:
-                    found.append(self._part(name, piece.shape, layout, value))
+                    found.append(self._part(name, shape, layout, value))
                 else:
                     self._check_whole(piece, layout, name, tuple(value.shape))
                     found.append(self._part(name, tuple(value.shape), Layout.whole(tuple(value.shape)), value, held_as=layout))
@@ -159,7 +159,7 @@ class EngineState:
         there = state_keys(manifest)
         groups = self.engine.optimizer.param_groups if self.engine.optimizer else []
         on_device = {param for group in groups if group.get("fused") or group.get("capturable") for param in group["params"]}
-        for piece, layout in self._pieces_with_layouts():
+        for piece, shape, layout in self._pieces_with_layouts():
             for key in there.get(piece.name, ()):
                 name, device = f"optimizer/{piece.name}/{key}", piece.value.device
                 if name in manifest.scalars:
@@ -169,7 +169,7 @@ class EngineState:
                 else:
                     entry = manifest.tensors[name]
                     dtype_ = self._dtype_now(piece, entry, manifest)
-                    if entry.shape == piece.shape:
+                    if entry.shape == shape:
                         value = torch.zeros_like(piece.value, dtype=dtype_, requires_grad=False)
                     else:
                         self._check_whole(piece, layout, name, entry.shape)
@@ -238,21 +238,22 @@ class EngineState:
     def _pieces(self) -> list[Piece]:
         return [piece for group in self.engine.parallel.groups for piece in group.pieces]
 
-    def _pieces_with_layouts(self) -> Iterator[tuple[Piece, Layout]]:
+    def _pieces_with_layouts(self) -> Iterator[tuple[Piece, Shape, Layout]]:
+        """Each piece, with the shape of the whole tensor and where that lies."""
         for group in self.engine.parallel.groups:
             layouts = group.layouts()
-            yield from ((piece, layouts[piece.name]) for piece in group.pieces)
+            yield from ((piece, group.places[piece.name].shape, layouts[piece.name]) for piece in group.pieces)
 
     def _part(self, name: str, shape: Shape, layout: Layout, values: Tensor, held_as: Layout | None = None) -> Part:
         """held_as: the layout that says which ranks have it, where that is not its own."""
         holders = held_as or layout
         cut = {axis for axes in holders.cuts for axis in axes} | set(holders.flat.axes if holders.flat else ())
         axes = tuple(axis for axis in COPY_AXES if axis not in cut)
-        here = self.mesh.at(self.rank)
+        alike = {axis.partition("/")[0]: axis.replace("/", "%") for axis in cut if "/" in axis}  # neighbours that share a piece
         boxes = layout.boxes(shape, self.mesh, self.rank)
         assert sum(box.elements for box in boxes) == values.numel(), f"{name}: the layout and the memory of rank {self.rank} differ"
         bounds = share_out(name, values.numel(), values.element_size(), self.mesh.extent(*axes))
-        speaks = all(here[axis] == 0 for axis in MODEL_AXES if axis not in cut)
+        speaks = all(self.mesh.along(self.rank, alike.get(axis, axis)) == 0 for axis in MODEL_AXES if axis not in cut)
         return Part(name, shape, boxes, values, bounds, self.mesh.index(self.rank, *axes), axes, speaks)
 
     def _check_whole(self, piece: Piece, layout: Layout, name: str, shape: Shape) -> None:

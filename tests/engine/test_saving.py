@@ -17,8 +17,11 @@ from truth import apart, seeded, small, tokens, train
 
 from stretto.comm.threads import run_threads
 from stretto.engine.engine import Engine
+from stretto.engine.look import whole_tensors
 from stretto.errors import Damaged, JobError
 from stretto.job import Job
+from stretto.layout.mesh import Mesh
+from stretto.models import library
 
 BATCHES = tokens(6, 12)
 #: 12 meshes over 1 to 6 ranks, ZeRO 0-3 mixed, whole and cut at other places.
@@ -57,7 +60,7 @@ def job(mesh, keys=None, **more):
 def on(ranks_or_mesh, work, keys=None, made=None, **more):
     """work(engine) on every rank of a mesh; results in rank order."""
     mesh = job(ranks_or_mesh, keys, **more)
-    ranks = int(np.prod([int(part.partition("=")[2]) for part in ranks_or_mesh.split()]))
+    ranks = Mesh.parse(ranks_or_mesh).size
 
     def rank(world):
         with Engine(copy.deepcopy(made or model()), mesh, world, forward=lambda m, b: m(b["input_ids"])) as engine:
@@ -69,16 +72,18 @@ def on(ranks_or_mesh, work, keys=None, made=None, **more):
 def moments(engine):
     """Every optimizer state tensor, whole, by name of parameter and state; and the counts of steps."""
     found = {}
-    for group in engine.parallel.groups:
-        for key in ("exp_avg", "exp_avg_sq"):
+    for key in ("exp_avg", "exp_avg_sq"):
+
+        def mine(group, key=key):
             if not group.trainable:
-                continue
+                return None
             flat = torch.zeros(group.update_high - group.update_low)
             for piece, (slot, start, stop) in zip(group.pieces, group.plan.pieces(group.update_low, group.update_high)):
                 at = slot.start + start - group.update_low
                 flat[at : at + stop - start] = engine.optimizer.state[piece.value][key].reshape(-1)
-            whole = group.whole_of(flat, "test")
-            found |= {f"{slot.name}/{key}": whole[slot.start : slot.stop].clone() for slot in group.plan.slots}
+            return flat
+
+        found |= {f"{name}/{key}": whole for name, whole in whole_tensors(engine.parallel, "test", mine, engine.world.rank)}
     counts = {float(values["step"]) for values in engine.optimizer.state.values()} if engine.optimizer else set()
     return found, counts
 
@@ -177,6 +182,40 @@ def test_on_the_same_mesh_the_resumed_run_is_bitwise_the_uninterrupted_one(tmp_p
     _, rest, resumed = on("dp=2", go_on, keys, made=model(seed=5))[0]
     assert rest == losses[3:]
     same(whole, resumed)
+
+
+#: Heads that 4 tp ranks share in pairs, a vocabulary and a width that nothing divides.
+CUT = {"name": "tiny", "blocks": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 37, "vocab": 51}
+
+
+def decoder(mesh, work, seed=0, tied=False, **keys):
+    """work(engine) of our decoder on every rank of a mesh with tp."""
+    asked = Job.load({"model": {**CUT, "tied": tied}, "batch": 12, "batch.seq_len": 6, "schedule": "constant", "mesh": mesh}, **keys)
+    rank = lambda world: work(Engine(library.load("tiny", seed=seed, overrides=asked.model.sizes()), asked, world))
+    return run_threads(rank, Mesh.parse(mesh).size)
+
+
+TP_MESHES = (("tp=2", 0), ("dp=2 tp=2", 3), ("tp=4", 1), ("dp_replicate=2 tp=2", 2), ("dp=3", 3), ("dp=1", 0))
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (2, 5), (5, 2), (1, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_tp_has_cut_is_put_together_and_cut_otherwise(source, target, tied, tmp_path):
+    batches = [{name: rows % 51 for name, rows in batch.items()} for batch in BATCHES]
+
+    def save(engine):
+        engine.step(batches[0])
+        engine.save(tmp_path / "c")
+        return contents(engine), engine.step(batches[1]).loss
+
+    def load(engine):
+        engine.load(tmp_path / "c")
+        return contents(engine), engine.step(batches[1]).loss
+
+    before = decoder(TP_MESHES[source][0], save, zero=TP_MESHES[source][1], tied=tied)[0]
+    after = decoder(TP_MESHES[target][0], load, zero=TP_MESHES[target][1], tied=tied, seed=8)[0]
+    same(before[0], after[0])
+    assert after[1] == (before[1] if source == target else pytest.approx(before[1], rel=1e-6))
 
 
 def test_where_ranks_share_memory_every_rank_has_every_value_after_loading(pool, tmp_path):
