@@ -33,6 +33,21 @@ class Hop(NamedTuple):
     reduce: bool
 
 
+class Message(NamedTuple):
+    """All hops from one rank to another in one round, as one of the two sees them: `peer` is the other. chunks: in order."""
+
+    peer: int
+    chunks: tuple[int, ...]
+    reduce: bool
+
+
+class Turn(NamedTuple):
+    """What one rank does in one round."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
 class Promise(NamedTuple):
     """What a collective does with each part of the data: whose contributions it starts from, and who ends up with their sum.
 
@@ -96,6 +111,16 @@ class Program:
     def rounds(self) -> int:
         return max((hop.round for hop in self.hops), default=-1) + 1
 
+    @cached_property
+    def turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """Of each rank, round after round. Messages of a round are in the order of their peers."""
+        found: list[list[tuple[list[Message], list[Message]]]] = [[([], []) for _ in range(self.rounds)] for _ in range(self.ranks)]
+        for (number, src, dst, reduce), group in groupby(sorted(self.hops, key=_message), key=_message):
+            chunks = tuple(hop.chunk for hop in group)
+            found[src][number][0].append(Message(dst, chunks, reduce))
+            found[dst][number][1].append(Message(src, chunks, reduce))
+        return tuple(tuple(Turn(tuple(sends), tuple(receives)) for sends, receives in rounds) for rounds in found)
+
     def starts(self, chunk: int) -> tuple[int, ...]:
         """Ranks that contribute to the chunk."""
         return self._who(self.promise.starts, chunk)
@@ -121,6 +146,10 @@ class Program:
         """The size of a chunk, in parts of S: the buffer that nccl-tests calls its size, all parts together (of all-to-all
         those that one rank sends)."""
         return self.ranks / self.chunks if self.promise.parts == "pairs" else 1 / self.chunks
+
+
+def _message(hop: Hop) -> tuple[int, int, int, bool]:
+    return hop.round, hop.src, hop.dst, hop.reduce
 
 
 #: What ranks hold of chunks: (rank, chunk) -> how often it contains the contribution of each rank. Absent: the rank has nothing.

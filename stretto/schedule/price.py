@@ -6,12 +6,11 @@ seconds a byte, and each rank sends one message and receives one at a time. So a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
-from stretto.schedule.collective import Hop, Program
+from stretto.schedule.collective import Message, Program
 
 
 class Link(NamedTuple):
@@ -59,33 +58,33 @@ class Traffic(NamedTuple):
 def traffic(program: Program, bytes_: float) -> list[Traffic]:
     """Of each rank, for a buffer of `bytes_` (as nccl-tests counts it, see Program.share)."""
     size = program.share() * bytes_
-    found = [Traffic(0, 0.0, 0.0, 0.0)] * program.ranks
-    for (_, src, dst), hops in _messages(program):
-        mine, theirs = found[src], found[dst]
-        found[src] = mine._replace(messages=mine.messages + 1, sent=mine.sent + size * len(hops))
-        added = size * sum(hop.reduce for hop in hops)
-        found[dst] = theirs._replace(received=theirs.received + size * len(hops), added=theirs.added + added)
-    return found
+    return [
+        Traffic(
+            messages=sum(len(turn.sends) for turn in turns),
+            sent=size * sum(len(message.chunks) for turn in turns for message in turn.sends),
+            received=size * sum(len(message.chunks) for turn in turns for message in turn.receives),
+            added=size * sum(len(message.chunks) for turn in turns for message in turn.receives if message.reduce),
+        )
+        for turns in program.turns
+    ]
 
 
 def seconds(program: Program, bytes_: float, links: Links) -> float:
     """How long the Program takes for a buffer of `bytes_`: the sum of its rounds."""
     size = program.share() * bytes_
-    total = 0.0
-    for _, in_round in groupby(_messages(program), key=lambda message: message[0][0]):
-        port: dict[tuple[int, bool, str], float] = defaultdict(float)  # seconds that it is busy, by rank, kind of link and direction
-        adding: dict[int, float] = defaultdict(float)
-        for (_, src, dst), hops in in_round:
-            far = links.crosses(src, dst)
-            taken = (links.across if far else links.inside).seconds(size * len(hops))
-            port[src, far, "out"] += taken
-            port[dst, far, "in"] += taken
-            adding[dst] += size * sum(hop.reduce for hop in hops) * links.add
-        total += max(busy + adding[rank] for (rank, _, _), busy in port.items())
-    return total
+    busiest = [0.0] * program.rounds
+    for rank, turns in enumerate(program.turns):
+        for number, turn in enumerate(turns):
+            out, into = (_port(rank, messages, size, links) for messages in (turn.sends, turn.receives))
+            adding = links.add * size * sum(len(message.chunks) for message in turn.receives if message.reduce)
+            busiest[number] = max(busiest[number], out, into + adding)
+    return sum(busiest)
 
 
-def _messages(program: Program) -> list[tuple[tuple[int, int, int], list[Hop]]]:
-    """((round, src, dst), its hops), in the order of rounds: what goes from one rank to another in one round goes together."""
-    hops = sorted(program.hops)
-    return [(key, list(group)) for key, group in groupby(hops, key=lambda hop: (hop.round, hop.src, hop.dst))]
+def _port(rank: int, messages: Sequence[Message], size: float, links: Links) -> float:
+    """Seconds until one after the other has gone, to or from a rank; its two ports work at the same time."""
+    busy = [0.0, 0.0]
+    for message in messages:
+        far = links.crosses(rank, message.peer)
+        busy[far] += (links.across if far else links.inside).seconds(size * len(message.chunks))
+    return max(busy)
