@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from stretto.errors import JobError, StrettoError
@@ -22,12 +21,16 @@ LATER = "not in this version yet"
 
 
 class Verb(NamedTuple):
-    """One word of the command line. `run` is None for a verb that a later version brings."""
+    """One word of the command line. `run` is None for a verb that a later version brings.
+
+    kinds: verbs of their own that are the next word, as `stretto draw collective`.
+    """
 
     summary: str
     example: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int] | None
+    kinds: Callable[[], Mapping[str, Verb]] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +83,14 @@ def _dispatch(words: list[str]) -> int:
 
         near = nearest(verb, VERBS)
         raise JobError(f"{verb!r} is no verb of stretto; the verbs are {', '.join(VERBS)}; write stretto {near or '--help'}")
-    chosen = VERBS[verb]
-    parser = _Parser(prog=f"stretto {verb}", description=chosen.summary, epilog=f"example:\n  {chosen.example}", formatter_class=_Help)
+    chosen, prog = VERBS[verb], f"stretto {verb}"
+    if chosen.kinds and {"-h", "--help"} & set(rest[:1]):
+        print(_kinds_page(prog, chosen.summary, chosen.kinds()))
+        return 0
+    if chosen.kinds:
+        kind, *rest = rest or [""]
+        chosen, prog = _kind(kind, verb, chosen.kinds()), f"{prog} {kind}"
+    parser = _Parser(prog=prog, description=chosen.summary, epilog=f"example:\n  {chosen.example}", formatter_class=_Help)
     parser.allow_abbrev = False
     chosen.options(parser)
     rest = ["--resume=yes" if word == "--resume" else word for word in rest]  # else it would take the word after it
@@ -89,14 +98,33 @@ def _dispatch(words: list[str]) -> int:
         if {"-h", "--help"} & set(rest):
             parser.print_help()
             return 0
-        raise JobError(f"stretto {verb} is {LATER}; `stretto --help` lists what is")
+        raise JobError(f"{prog} is {LATER}; `stretto --help` lists what is")
     return chosen.run(parser.parse_intermixed_args(_foreign_options_as_keys(rest, parser)))
+
+
+def _kind(word: str, verb: str, kinds: Mapping[str, Verb]) -> Verb:
+    """The kind of that name, as `collective` of `draw`."""
+    if word not in kinds:
+        from stretto.keys import nearest
+
+        wanted = f"{word!r} is nothing that {verb} knows" if word else f"{verb} what?"
+        raise JobError(f"{wanted}; there is {', '.join(kinds)}; write {kinds[nearest(word, kinds) or next(iter(kinds))].example}")
+    return kinds[word]
+
+
+def _kinds_page(prog: str, summary: str, kinds: Mapping[str, Verb]) -> str:
+    """The page of `stretto draw --help`."""
+    examples = [f"  {kind.example}" for kind in kinds.values()]
+    return "\n".join([f"usage: {prog} KIND [options]", "", summary, "", "kinds:", *_listed(kinds), "", "for example:", *examples])
+
+
+def _listed(verbs: Mapping[str, Verb]) -> list[str]:
+    wide = max(map(len, verbs))
+    return [f"  {name:<{wide}}  {verb.summary}{'' if verb.run or verb.kinds else f' ({LATER})'}" for name, verb in verbs.items()]
 
 
 def _overview() -> str:
     """The page of `stretto --help`."""
-    wide = max(map(len, VERBS))
-    verbs = [f"  {name:<{wide}}  {verb.summary}{'' if verb.run else f' ({LATER})'}" for name, verb in VERBS.items()]
     return "\n".join(
         [
             "usage: stretto VERB [JOB] [KEY=VALUE ...] [options]",
@@ -105,10 +133,10 @@ def _overview() -> str:
             "JOB is a TOML file or a built-in name; KEY=VALUE changes one of its keys. A value is TOML, or else text.",
             "",
             "verbs:",
-            *verbs,
+            *_listed(VERBS),
             "",
             "examples:",
-            *(f"  {verb.example}" for verb in VERBS.values() if verb.run),
+            *(f"  {verb.example}" for verb in VERBS.values() if verb.run or verb.kinds),
             "",
             "`stretto VERB --help` says more.",
             "Exit codes: 0 done, 1 it failed while running, 2 the request is wrong, 3 a check did not hold.",
@@ -280,59 +308,24 @@ def _check(asked: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------------------------ draw
 
 
-class Picture(NamedTuple):
-    """One thing that `stretto draw` shows. draw: the words after its name, and --out, to the file that was written."""
+def _drawings() -> Mapping[str, Verb]:
+    """What `stretto draw` can draw, as verbs of their own."""
+    from stretto.launch.drawing import DRAWINGS, Drawing
 
-    summary: str
-    example: str
-    draw: Callable[[Sequence[str], str | None], Path]
+    def verb(drawing: Drawing) -> Verb:
+        def options(parser: argparse.ArgumentParser) -> None:
+            drawing.options(parser)
+            parser.add_argument("--out", metavar="FILE", help=f"{drawing.files} (default: a page named by what it shows)")
+            parser.add_argument("--json", action="store_true", help="one JSON object on stdout: the file")
 
+        def run(asked: argparse.Namespace) -> int:
+            file = str(drawing.draw(asked, _load))
+            _print_json({"file": file}) if asked.json else print(file)
+            return 0
 
-def _draw_options(parser: argparse.ArgumentParser) -> None:
-    wide = max(map(len, PICTURES))
-    kinds = [f"  {name:<{wide}}  {picture.summary}\n  {'':<{wide}}  {picture.example}" for name, picture in PICTURES.items()]
-    parser.usage = f"{parser.prog} WHAT [...] [--out FILE]"
-    parser.epilog = "\n".join(["what there is to draw, each with an example:", *kinds])
-    parser.add_argument("words", nargs="*", metavar="WHAT [...]", help="what to draw, and of what")
-    parser.add_argument("--out", metavar="FILE", help="a page (.html) or a picture alone (.svg)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout: the file")
+        return Verb(drawing.summary, drawing.example, options, run)
 
-
-def _draw(asked: argparse.Namespace) -> int:
-    what, *words = asked.words or [""]
-    if what not in PICTURES:
-        from stretto.keys import nearest
-
-        wanted = f"{what!r} is nothing that can be drawn" if what else "draw what?"
-        raise JobError(f"{wanted}; there is {', '.join(PICTURES)}; write {PICTURES[nearest(what, PICTURES) or 'schedule'].example}")
-    file = PICTURES[what].draw(words, asked.out)
-    _print_json({"file": str(file)}) if asked.json else print(file)
-    return 0
-
-
-def _draw_schedule(words: Sequence[str], out: str | None) -> Path:
-    from stretto.draw.schedule import draw_schedule
-
-    job = _load(words)
-    return draw_schedule(job, Path(out or f"{job.name}-schedule.html"))
-
-
-def _draw_timeline(words: Sequence[str], out: str | None) -> Path:
-    from stretto.draw.schedule import draw_timeline
-
-    if len(words) != 1:
-        raise JobError(f"draw timeline takes one run folder, and {len(words)} were given; write {PICTURES['timeline'].example}")
-    return draw_timeline(Path(words[0]), Path(out or Path(words[0], "timeline.html")))
-
-
-PICTURES: Mapping[str, Picture] = {
-    "schedule": Picture(
-        "what each pipeline rank does when, foretold: who waits, and for how long",
-        "stretto draw schedule tiny pipeline=interleaved mesh='pp=4' batch.size=8 batch.micro_size=1",
-        _draw_schedule,
-    ),
-    "timeline": Picture("the same of a step of a run, as measured and as foretold", "stretto draw timeline runs/first", _draw_timeline),
-}
+    return {kind: verb(drawing) for kind, drawing in DRAWINGS.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ jobs, keys
@@ -412,7 +405,9 @@ VERBS: Mapping[str, Verb] = {
     "convert": Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _anything, None),
     "inspect": Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _anything, None),
     "export": Verb("another framework's configuration of a job", "stretto export tiny --to deepspeed", _anything, None),
-    "draw": Verb("a schedule or a run's timeline as a picture", PICTURES["schedule"].example, _draw_options, _draw),
+    "draw": Verb(
+        "a schedule, a run's timeline or a collective as a picture", "stretto draw collective --out ring.svg", _anything, None, _drawings
+    ),
     "jobs": Verb("the jobs that ship with stretto; with a name, that one as TOML", "stretto jobs tiny > my.toml", _jobs_options, _jobs),
     "keys": Verb("every key of a job with its default and unit", "stretto keys zero", _keys_options, _keys),
 }

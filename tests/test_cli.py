@@ -67,7 +67,7 @@ def test_the_help_of_each_verb_shows_an_example_of_that_verb(verb, capsys):
     assert not code and f"stretto {verb}" in out.partition("example:")[2]
 
 
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.run is None])
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if not (verb.run or verb.kinds)])
 def test_a_verb_to_come_is_refused_whatever_stands_behind_it(verb, call):
     code, out, err = call(verb, "tiny", "--cluster", "nosuchcluster")
     assert code == 2 and out == "" and err == f"stretto: stretto {verb} is not in this version yet; `stretto --help` lists what is\n"
@@ -100,6 +100,13 @@ REQUESTS = {
     "trian tiny": "stretto train",
     "keys nosuchkey": "nosuchkey",
     "jobs tinny": "tiny",
+    "draw colective": "stretto draw collective",
+    "draw collective --algorithm rng": "ring",
+    "draw collective --collective allreduce": "all_reduce",
+    "draw collective --ranks 40": "--ranks 16",
+    "draw collective --ranks two": "--ranks",
+    "draw collective --out ring.pdf": "ring.svg",
+    "draw collective --out /proc/nothing/ring.svg": "--out",
 }
 
 
@@ -307,7 +314,7 @@ def test_draw_schedule_writes_a_page_and_names_it(call, tmp_path):
     ("words", "says"),
     [
         ((), r"draw what\?; there is schedule, timeline"),
-        (("shedule",), "'shedule' is nothing that can be drawn; .* write stretto draw schedule tiny"),
+        (("shedule",), "'shedule' is nothing that draw knows; .* write stretto draw schedule tiny"),
         (("timeline",), "draw timeline takes one run folder, and 0 were given; write stretto draw timeline runs/first"),
         (("timeline", "nowhere"), "nowhere is no run folder"),
     ],

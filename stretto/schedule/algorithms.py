@@ -183,9 +183,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": Algorithm(
         "each rank passes on to its right what came from its left", _flat(ring), lambda n: (chain(n),), _everyone, back=_RING_LEFT
     ),
-    "halving-doubling": Algorithm("pairs exchange all they have, at distance 1, 2, 4 ...", _flat(doubling), owners=doubling_owners),
-    "bruck": Algorithm("each rank sends all it has 1, 2, 4 ... places on", _flat(bruck), owners=_everyone),
-    "tree": Algorithm("up a binary tree and down again", _through(in_order), lambda n: (in_order(n),)),
+    "halving-doubling": Algorithm(
+        "pairs exchange, at a distance that doubles each round, or halves while they add", _flat(doubling), owners=doubling_owners
+    ),
+    "bruck": Algorithm(
+        "each rank sends to one other, at a distance that doubles each round, or halves while they add", _flat(bruck), owners=_everyone
+    ),
+    "tree": Algorithm("along the branches of a binary tree", _through(in_order), lambda n: (in_order(n),)),
     "double-tree": Algorithm("two binary trees, half the data each: who passes on in one is a leaf in the other", None, _double),
     "hierarchical": Algorithm("inside each node, across nodes, inside again", _hierarchical, owners=_everyone, grouped=True),
     "torus": Algorithm("along rows and columns, half the data in either order", _torus, owners=_everyone, halves=2, grouped=True),

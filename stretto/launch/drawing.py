@@ -1,0 +1,108 @@
+"""What `stretto draw` can draw, one row a kind: what is asked becomes an object of the ground, its picture a file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from stretto.errors import JobError
+
+if TYPE_CHECKING:
+    from stretto.job import Job
+
+#: [JOB] [KEY=VALUE ...] as a Job.
+Load = Callable[[Sequence[str]], "Job"]
+
+
+class Drawing(NamedTuple):
+    """A word after `stretto draw`.
+
+    options: adds what it takes to the command line, beside --out. files: what --out may be, in words.
+    draw: makes the file of what was asked, and returns its path.
+    """
+
+    summary: str
+    example: str
+    options: Callable[[ArgumentParser], None]
+    draw: Callable[[Namespace, Load], Path]
+    files: str = "a page (.html) or a picture alone (.svg)"
+
+
+def _schedule_options(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] [options]"
+    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="the job whose schedule it is (default tiny)")
+
+
+def _schedule(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.schedule import draw_schedule
+
+    job = load(asked.words)
+    return draw_schedule(job, Path(asked.out or f"{job.name}-schedule.html"))
+
+
+def _timeline_options(parser: ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="DIR", help="a run folder with a timeline.json (see profile.steps)")
+
+
+def _timeline(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.schedule import draw_timeline
+
+    if len(asked.words) != 1:
+        example = DRAWINGS["timeline"].example
+        raise JobError(f"draw timeline takes one run folder, and {len(asked.words)} were given; write {example}")
+    return draw_timeline(Path(asked.words[0]), Path(asked.out or Path(asked.words[0], "timeline.html")))
+
+
+def _collective_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="broadcast, all_gather ... (default all_reduce)")
+    parser.add_argument("--algorithm", default="ring", metavar="NAME", help="ring, tree, halving-doubling, hierarchical ... (default ring)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="how many ranks take part (default 4)")
+    parser.add_argument("--root", type=int, default=0, metavar="RANK", help="of broadcast, scatter, gather and reduce (default 0)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="into how many nodes, or rows, hierarchical and torus divide the ranks")
+    parser.add_argument("--pieces", type=int, metavar="N", help="into how many pieces data that goes along trees is cut")
+
+
+def _collective(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.collective import svg
+    from stretto.draw.collective_page import page
+    from stretto.schedule.algorithms import program
+    from stretto.schedule.collective import prove
+
+    one = program(asked.collective, asked.algorithm, asked.ranks, root=asked.root, nodes=asked.nodes, pieces=asked.pieces)
+    prove(one)
+    path = Path(asked.out or f"{one.collective}-{one.algorithm}-{one.ranks}.html")
+    return _save(path, {".svg": lambda: svg(one), ".html": lambda: page(one)})
+
+
+def _save(path: Path, kinds: Mapping[str, Callable[[], str]]) -> Path:
+    """Write what is made for the ending of the path; JobError for another ending, or where it cannot be written."""
+    if path.suffix not in kinds:
+        raise JobError(f"--out {path}: what is drawn ends in {' or '.join(kinds)}; write --out {path.stem or 'picture'}{next(iter(kinds))}")
+    text = kinds[path.suffix]()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"--out {path} cannot be written ({error.strerror}); write --out FILE in a folder that you may write") from None
+    return path
+
+
+DRAWINGS: Mapping[str, Drawing] = {
+    "schedule": Drawing(
+        "what each pipeline rank does when, foretold: who waits, and for how long",
+        "stretto draw schedule tiny pipeline=interleaved mesh='pp=4' batch.size=8 batch.micro_size=1",
+        _schedule_options,
+        _schedule,
+    ),
+    "timeline": Drawing(
+        "the same of a step of a run, as measured and as foretold", "stretto draw timeline runs/first", _timeline_options, _timeline
+    ),
+    "collective": Drawing(
+        "who sends what to whom in each round of a collective",
+        "stretto draw collective --algorithm ring --ranks 4 --out ring.html",
+        _collective_options,
+        _collective,
+        "a page that plays the rounds (.html) or a picture of them all (.svg)",
+    ),
+}
