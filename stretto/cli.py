@@ -305,6 +305,25 @@ def _check(asked: argparse.Namespace) -> int:
     return 0
 
 
+# --------------------------------------------------------------------------------------------------------------- measure
+
+
+def _measure_options(parser: argparse.ArgumentParser) -> None:
+    from stretto.launch.measuring import options
+
+    options(parser)
+
+
+def _measure(asked: argparse.Namespace) -> int:
+    from stretto.launch.measuring import measure, ranks_of, table
+
+    with _stdout_kept_for(asked.json):
+        found = measure(ranks_of(asked.ranks), asked.out, quick=asked.quick, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    if found is not None:
+        _print_json({**found.plain(), "file": str(asked.out)}) if asked.json else print(f"{table(found)}\n\nwritten to {asked.out}")
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------------------------ draw
 
 
@@ -401,7 +420,12 @@ VERBS: Mapping[str, Verb] = {
     "plan": Verb("the meshes that fit a cluster, best first", "stretto plan llama3-8b --cluster '1x8 h100'", _anything, None),
     "rehearse": Verb("the real step on fake tensors, at any number of ranks", "stretto rehearse llama3-8b mesh='dp=64'", _anything, None),
     "compare": Verb("one job on other frameworks, same weights and batches", "stretto compare 30m", _anything, None),
-    "measure": Verb("how fast this machine computes and talks", "stretto measure", _anything, None),
+    "measure": Verb(
+        "how fast this machine computes and talks, as a table and a file for plan",
+        "stretto measure --out cluster.toml",
+        _measure_options,
+        _measure,
+    ),
     "convert": Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _anything, None),
     "inspect": Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _anything, None),
     "export": Verb("another framework's configuration of a job", "stretto export tiny --to deepspeed", _anything, None),

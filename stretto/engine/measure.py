@@ -1,0 +1,272 @@
+"""Times this machine: matrix products, copies, and the collectives of its transports. Called on every rank, at the same places.
+
+Ways that are compared take turns, so that whatever else the machine does meets all of them; of each the median counts, and of all
+ranks the slowest.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stretto.comm.messages import Messages
+from stretto.comm.transport import GlooMail, Transport, World
+from stretto.errors import Mismatch
+
+Call = Callable[[], object]
+#: Rows, inner length and columns of a matrix product.
+Shape = tuple[int, int, int]
+#: fp16 is left out on CPUs: they convert every number, at a hundredth of the speed (nobody should compute in it there).
+DTYPES: Mapping[str, Mapping[str, torch.dtype]] = {
+    "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64},
+    "cuda": {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64},
+}
+LONGEST = 0.5  # seconds that one product may take
+COPIES = (1 << 18, 1 << 22, 1 << 27)
+CHANNEL = 2  # of the collectives that are timed; those that keep ranks together have 0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    sizes: bytes of collectives' buffers. shapes: of matrix products. seconds: spent on each, about; least: batches of calls.
+    until: seconds after which no further size of a collective is begun.
+    """
+
+    sizes: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    seconds: float
+    least: int
+    until: float
+
+
+class Found(NamedTuple):
+    """One time of a collective; the fields are those of plan/measured.py's LinkTime."""
+
+    transport: str
+    ranks: int
+    collective: str
+    bytes_: int
+    private: bool
+    seconds: float
+
+
+class Way(NamedTuple):
+    """One way to do a collective: over which transport, and whether on private memory.
+
+    x: what it is done on. result: part of what it gives, which is `expected` all over where x was full of each rank's number,
+    counted from 1. turns: how many times one call does it.
+    """
+
+    transport: str
+    private: bool
+    call: Call
+    x: Tensor
+    result: Tensor
+    expected: float
+    turns: int = 1
+
+
+class Watch:
+    """Times calls on all ranks at once."""
+
+    def __init__(self, world: World, effort: Effort) -> None:
+        self.world, self.effort = world, effort
+        self.everybody = tuple(range(world.size))
+        self.settle: Call = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+
+    def together(self) -> None:
+        """Wait for all ranks."""
+        self.world.transport.all_reduce(torch.zeros(1, device=self.world.device), self.everybody, 0).wait()
+        self.settle()
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks' values, each."""
+        x = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        self.world.transport.all_reduce(x, self.everybody, 0, "max").wait()
+        return [float(value) for value in x.tolist()]
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        """Seconds of each call: the median over batches of the slowest rank's, the calls taking turns."""
+        if not calls:
+            return []
+        once = []
+        for call in calls:
+            call()
+            once.append(self._batch(call, 1))
+        batch, spent = 8e-3, self.effort.seconds
+        counts = [max(1, min(500, math.ceil(batch / max(seconds, 1e-7)))) for seconds in self.slowest(once)]
+        longest = max(count * seconds for count, seconds in zip(counts, self.slowest(once), strict=True))
+        batches = max(self.effort.least, min(25, int(spent / max(longest, 1e-7))))
+        taken = [[self._batch(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(batches)]
+        slowest = self.slowest([seconds for row in taken for seconds in row])
+        return [statistics.median(slowest[i :: len(calls)]) for i in range(len(calls))]
+
+    def _batch(self, call: Call, count: int) -> float:
+        self.together()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self.settle()
+        return (time.perf_counter() - start) / count
+
+
+def device_facts(world: World) -> dict[str, str | int]:
+    """What is known of the device without measuring."""
+    if world.device.type == "cuda":
+        known = torch.cuda.get_device_properties(world.device)
+        return {"name": known.name, "kind": "cuda", "cores": known.multi_processor_count, "threads": 1, "memory": known.total_memory}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"name": _cpu_name(), "kind": "cpu", "cores": cores, "threads": torch.get_num_threads(), "memory": memory}
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def call_seconds(watch: Watch) -> float:
+    """Of an operation on one number: what asking costs."""
+    x = torch.zeros(1, device=watch.world.device)
+    return watch.times([lambda: x.add_(1.0)])[0]
+
+
+def products(watch: Watch) -> Iterator[tuple[str, int, int, int, float]]:
+    """(dtype, rows, inner, columns, seconds) of matrix products as a linear layer does them, all ranks at once.
+
+    A dtype that the device only imitates can be a hundred times slower: where it would take too long it is left out.
+    """
+    kinds = DTYPES[watch.world.device.type]
+    rate = dict.fromkeys(kinds, math.inf)  # flops a second, of the last shape
+    for rows, inner, columns in watch.effort.shapes:
+        flops = 2 * rows * inner * columns
+        quick = [name for name in kinds if flops / rate[name] < LONGEST]
+        calls = [_product(rows, inner, columns, kinds[name], watch.world.device) for name in quick]
+        for name, seconds in zip(quick, watch.times(calls), strict=True):
+            rate[name] = flops / seconds
+            yield name, rows, inner, columns, seconds
+
+
+def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device) -> Call:
+    x, weight = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, inner), (columns, inner)))
+    return lambda: torch.nn.functional.linear(x, weight)
+
+
+def copies(watch: Watch) -> Iterator[tuple[int, float]]:
+    """(bytes, seconds) of copies from memory to memory, all ranks at once."""
+    for size in COPIES:
+        x, y = (torch.ones(size, dtype=torch.uint8, device=watch.world.device) for _ in range(2))
+        yield size, watch.times([lambda x=x, y=y: y.copy_(x)])[0]  # type: ignore[misc]
+
+
+def carriers(world: World) -> dict[str, Transport]:
+    """The transports there are between these ranks, by name."""
+    if world.device.type == "cuda":
+        return {world.transport.name: world.transport}
+    gloo = Messages(GlooMail(), world.rank)
+    return {gloo.name: gloo} | {world.transport.name: world.transport}
+
+
+def links(watch: Watch, carriers: Mapping[str, Transport], skipped: Callable[[str], None]) -> Iterator[Found]:
+    """Times of every collective at every size over every transport. skipped: hears what was left out, and why."""
+    world, start = watch.world, time.perf_counter()
+    for collective in COLLECTIVES if world.size > 1 else ():
+        for size in watch.effort.sizes:
+            if watch.slowest([time.perf_counter() - start])[0] > watch.effort.until:
+                skipped(f"{collective} of {size} bytes on {world.size} ranks was left out: its {watch.effort.until:g} s are over")
+                continue
+            ways = [way for transport in carriers.values() for way in _ways(collective, size // 4, transport, world)]
+            for way in ways:
+                _prove(collective, way, world.rank)
+            for way, seconds in zip(ways, watch.times([way.call for way in ways]), strict=True):
+                yield Found(way.transport, world.size, collective, size, way.private, seconds / way.turns)
+
+
+def _ways(collective: str, elements: int, transport: Transport, world: World) -> Iterator[Way]:
+    """On private memory; and where ranks can share memory, on memory that lies there already."""
+    everybody = range(world.size)
+    x = torch.zeros(elements, device=world.device)
+    x.fill_(0.0)  # its pages are there
+    yield COLLECTIVES[collective](transport, x, world, True)
+    if collective != "send" and transport.common(1, torch.float32, everybody) is not None:
+        yield COLLECTIVES[collective](transport, transport.own(elements, torch.float32, everybody).fill_(0.0), world, False)
+
+
+def _all_reduce(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+    everybody = range(world.size)
+    return Way(transport.name, private, lambda: transport.all_reduce(x, everybody, CHANNEL).wait(), x, x, _summed(world))
+
+
+def _all_gather(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+    everybody, bounds = range(world.size), _bounds(x, world)
+    last = x[bounds[-2] :]
+    return Way(transport.name, private, lambda: transport.all_gather(x, bounds, everybody, CHANNEL).wait(), x, last, world.size)
+
+
+def _reduce_scatter(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+    everybody, bounds = range(world.size), _bounds(x, world)
+    into = torch.ones(bounds[world.rank + 1] - bounds[world.rank], device=world.device)
+
+    def call() -> None:
+        transport.reduce_scatter(x, bounds, everybody, CHANNEL, into, False).wait()
+
+    return Way(transport.name, private, call, x, into, _summed(world))
+
+
+def _broadcast(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+    everybody = range(world.size)
+    return Way(transport.name, private, lambda: transport.broadcast(x, everybody, 0, CHANNEL).wait(), x, x, 1)
+
+
+def _send(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+    """There and back between ranks 2i and 2i + 1, all pairs at once; a last rank without a peer looks on."""
+    peer, first = world.rank ^ 1, world.rank % 2 == 0
+
+    def call() -> None:
+        for sends in (first, not first) if peer < world.size else ():
+            (transport.send if sends else transport.receive)(x, peer, CHANNEL).wait()
+
+    return Way(transport.name, private, call, x, x, world.rank - world.rank % 2 + 1, turns=2)
+
+
+#: In the order in which they are measured: what is most asked for first.
+COLLECTIVES: Mapping[str, Callable[[Transport, Tensor, World, bool], Way]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "send": _send,
+}
+
+
+def _prove(collective: str, way: Way, rank: int) -> None:
+    """Raises Mismatch if the result is wrong: a rate of wrong results is worth nothing."""
+    way.x.fill_(rank + 1)
+    way.call()
+    if not bool((way.result == way.expected).all()):
+        found = f"{way.result.min().item():g} to {way.result.max().item():g}"
+        raise Mismatch(f"{collective} of {way.x.numel()} numbers over {way.transport} gave {found}, not {way.expected}")
+    way.x.fill_(0)
+
+
+def _summed(world: World) -> int:
+    return world.size * (world.size + 1) // 2
+
+
+def _bounds(x: Tensor, world: World) -> list[int]:
+    return [x.numel() * i // world.size for i in range(world.size + 1)]
