@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from stretto.cli import main
 from stretto.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +152,14 @@ def test_every_link_to_a_file_of_the_repository_leads_somewhere() -> None:
 def test_every_block_says_what_it_is() -> None:
     kinds = {"python", "toml", "console", "text", "sh"}
     assert [f"{block}: {block.kind!r}" for block in BLOCKS if block.kind not in kinds] == []
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_picture_is_the_one_that_stretto_draws_now(picture: Path, tmp_path: Path) -> None:
+    """Its name says which: collective, algorithm, ranks, and nodes where it has any."""
+    said = re.fullmatch(r"([a-z_]+)-([a-z-]+)-(\d+)(?:-nodes-(\d+))?", picture.stem)
+    assert said, "a picture is named by what it shows"
+    words = ["--collective", said[1], "--algorithm", said[2], "--ranks", said[3], *(["--nodes", said[4]] if said[4] else [])]
+    assert main(["draw", "collective", *words, "--out", str(tmp_path / "now.svg")]) == 0
+    assert (tmp_path / "now.svg").read_text(encoding="utf-8") == picture.read_text(encoding="utf-8")
+    assert any(f"pictures/{picture.name})" in page.read_text(encoding="utf-8") for page in PAGES), "no page shows it"
