@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from stretto.comm.messages import Messages
+from stretto.comm.messages import Handle, Messages
 from stretto.comm.transport import GlooMail, Transport, World
 from stretto.errors import Mismatch
 
@@ -62,20 +64,26 @@ class Found(NamedTuple):
     seconds: float
 
 
-class Way(NamedTuple):
-    """One way to do a collective: over which transport, and whether on private memory.
+class Collective(NamedTuple):
+    """One that can be called. result: part of what it gives, which is `expected` all over where the buffer was full of each
+    rank's number, counted from 1. turns: how many times one call does it."""
 
-    x: what it is done on. result: part of what it gives, which is `expected` all over where x was full of each rank's number,
-    counted from 1. turns: how many times one call does it.
-    """
-
-    transport: str
-    private: bool
     call: Call
-    x: Tensor
     result: Tensor
     expected: float
     turns: int = 1
+
+
+class Way(NamedTuple):
+    """One way to do a collective: by which carrier, on private memory or not. x: the buffer; the rest is of its Collective."""
+
+    carrier: str
+    private: bool
+    x: Tensor
+    call: Call
+    result: Tensor
+    expected: float
+    turns: int
 
 
 class Watch:
@@ -174,15 +182,68 @@ def copies(watch: Watch) -> Iterator[tuple[int, float]]:
         yield size, watch.times([lambda x=x, y=y: y.copy_(x)])[0]  # type: ignore[misc]
 
 
-def carriers(world: World) -> dict[str, Transport]:
-    """The transports there are between these ranks, by name."""
+class TorchsOwn:
+    """The collectives of torch.distributed itself among all its ranks: what other frameworks have, to compare with.
+
+    As much of a Transport as is timed here.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int) -> Handle:
+        return _begun(dist.all_reduce(x, async_op=True))
+
+    def reduce_scatter(
+        self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool
+    ) -> Handle:
+        if x.numel() == into.numel() * len(ranks):
+            return _begun(dist.reduce_scatter_single(into, x, async_op=True))
+        return _begun(dist.reduce_scatter(into, [x[a:b] for a, b in pairwise(bounds)], async_op=True))
+
+    def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Handle:
+        mine = x[bounds[self.rank] : bounds[self.rank + 1]].clone()  # gloo wants it apart from the result
+        if x.numel() == mine.numel() * len(ranks):
+            return _begun(dist.all_gather_single(x, mine, async_op=True))
+        return _begun(dist.all_gather([x[a:b] for a, b in pairwise(bounds)], mine, async_op=True))
+
+    def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Handle:
+        return _begun(dist.broadcast(x, source, async_op=True))
+
+    def send(self, x: Tensor, to: int, channel: int) -> Handle:
+        return _begun(dist.isend(x, to))
+
+    def receive(self, x: Tensor, source: int, channel: int) -> Handle:
+        return _begun(dist.irecv(x, source))
+
+    def common(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> None:
+        return None
+
+    def own(self, elements: int, dtype: torch.dtype, ranks: Sequence[int]) -> Tensor:
+        return torch.zeros(elements, dtype=dtype)
+
+
+Carrier: TypeAlias = Transport | TorchsOwn
+
+
+def _begun(work: Handle | None) -> Handle:
+    assert work is not None, "every rank takes part"
+    return work
+
+
+def carriers(world: World) -> dict[str, Carrier]:
+    """What there is between these ranks, by name.
+
+    On CPUs: `gloo`, torch's own collectives over it; `messages`, ours out of gloo's messages, which comm.transport=gloo runs; and
+    `shm`, shared memory, if the ranks have it.
+    """
     if world.device.type == "cuda":
         return {world.transport.name: world.transport}
-    gloo = Messages(GlooMail(), world.rank)
-    return {gloo.name: gloo} | {world.transport.name: world.transport}
+    found: dict[str, Carrier] = {"gloo": TorchsOwn(world.rank), "messages": Messages(GlooMail(), world.rank)}
+    return found if isinstance(world.transport, Messages) else found | {world.transport.name: world.transport}
 
 
-def links(watch: Watch, carriers: Mapping[str, Transport], skipped: Callable[[str], None]) -> Iterator[Found]:
+def links(watch: Watch, carriers: Mapping[str, Carrier], skipped: Callable[[str], None]) -> Iterator[Found]:
     """Times of every collective at every size over every transport. skipped: hears what was left out, and why."""
     world, start = watch.world, time.perf_counter()
     for collective in COLLECTIVES if world.size > 1 else ():
@@ -190,62 +251,58 @@ def links(watch: Watch, carriers: Mapping[str, Transport], skipped: Callable[[st
             if watch.slowest([time.perf_counter() - start])[0] > watch.effort.until:
                 skipped(f"{collective} of {size} bytes on {world.size} ranks was left out: its {watch.effort.until:g} s are over")
                 continue
-            ways = [way for transport in carriers.values() for way in _ways(collective, size // 4, transport, world)]
+            ways = [way for name, carrier in carriers.items() for way in _ways(collective, size // 4, name, carrier, world)]
             for way in ways:
                 _prove(collective, way, world.rank)
             for way, seconds in zip(ways, watch.times([way.call for way in ways]), strict=True):
-                yield Found(way.transport, world.size, collective, size, way.private, seconds / way.turns)
+                yield Found(way.carrier, world.size, collective, size, way.private, seconds / way.turns)
 
 
-def _ways(collective: str, elements: int, transport: Transport, world: World) -> Iterator[Way]:
+def _ways(collective: str, elements: int, name: str, carrier: Carrier, world: World) -> Iterator[Way]:
     """On private memory; and where ranks can share memory, on memory that lies there already."""
     everybody = range(world.size)
     x = torch.zeros(elements, device=world.device)
     x.fill_(0.0)  # its pages are there
-    yield COLLECTIVES[collective](transport, x, world, True)
-    if collective != "send" and transport.common(1, torch.float32, everybody) is not None:
-        yield COLLECTIVES[collective](transport, transport.own(elements, torch.float32, everybody).fill_(0.0), world, False)
+    yield Way(name, True, x, *COLLECTIVES[collective](carrier, x, world))
+    if collective != "send" and carrier.common(1, torch.float32, everybody) is not None:
+        x = carrier.own(elements, torch.float32, everybody).fill_(0.0)
+        yield Way(name, False, x, *COLLECTIVES[collective](carrier, x, world))
 
 
-def _all_reduce(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+def _all_reduce(carrier: Carrier, x: Tensor, world: World) -> Collective:
     everybody = range(world.size)
-    return Way(transport.name, private, lambda: transport.all_reduce(x, everybody, CHANNEL).wait(), x, x, _summed(world))
+    return Collective(lambda: carrier.all_reduce(x, everybody, CHANNEL).wait(), x, _summed(world))
 
 
-def _all_gather(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+def _all_gather(carrier: Carrier, x: Tensor, world: World) -> Collective:
     everybody, bounds = range(world.size), _bounds(x, world)
-    last = x[bounds[-2] :]
-    return Way(transport.name, private, lambda: transport.all_gather(x, bounds, everybody, CHANNEL).wait(), x, last, world.size)
+    return Collective(lambda: carrier.all_gather(x, bounds, everybody, CHANNEL).wait(), x[bounds[-2] :], world.size)
 
 
-def _reduce_scatter(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+def _reduce_scatter(carrier: Carrier, x: Tensor, world: World) -> Collective:
     everybody, bounds = range(world.size), _bounds(x, world)
     into = torch.ones(bounds[world.rank + 1] - bounds[world.rank], device=world.device)
-
-    def call() -> None:
-        transport.reduce_scatter(x, bounds, everybody, CHANNEL, into, False).wait()
-
-    return Way(transport.name, private, call, x, into, _summed(world))
+    return Collective(lambda: carrier.reduce_scatter(x, bounds, everybody, CHANNEL, into, False).wait(), into, _summed(world))
 
 
-def _broadcast(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+def _broadcast(carrier: Carrier, x: Tensor, world: World) -> Collective:
     everybody = range(world.size)
-    return Way(transport.name, private, lambda: transport.broadcast(x, everybody, 0, CHANNEL).wait(), x, x, 1)
+    return Collective(lambda: carrier.broadcast(x, everybody, 0, CHANNEL).wait(), x, 1)
 
 
-def _send(transport: Transport, x: Tensor, world: World, private: bool) -> Way:
+def _send(carrier: Carrier, x: Tensor, world: World) -> Collective:
     """There and back between ranks 2i and 2i + 1, all pairs at once; a last rank without a peer looks on."""
     peer, first = world.rank ^ 1, world.rank % 2 == 0
 
     def call() -> None:
         for sends in (first, not first) if peer < world.size else ():
-            (transport.send if sends else transport.receive)(x, peer, CHANNEL).wait()
+            (carrier.send if sends else carrier.receive)(x, peer, CHANNEL).wait()
 
-    return Way(transport.name, private, call, x, x, world.rank - world.rank % 2 + 1, turns=2)
+    return Collective(call, x, world.rank - world.rank % 2 + 1, turns=2)
 
 
 #: In the order in which they are measured: what is most asked for first.
-COLLECTIVES: Mapping[str, Callable[[Transport, Tensor, World, bool], Way]] = {
+COLLECTIVES: Mapping[str, Callable[[Carrier, Tensor, World], Collective]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -260,7 +317,7 @@ def _prove(collective: str, way: Way, rank: int) -> None:
     way.call()
     if not bool((way.result == way.expected).all()):
         found = f"{way.result.min().item():g} to {way.result.max().item():g}"
-        raise Mismatch(f"{collective} of {way.x.numel()} numbers over {way.transport} gave {found}, not {way.expected}")
+        raise Mismatch(f"{collective} of {way.x.numel()} numbers over {way.carrier} gave {found}, not {way.expected}")
     way.x.fill_(0)
 
 

@@ -31,6 +31,12 @@ SHAPES = (
     (256, 512, 512), (1024, 512, 512), (1024, 512, 2048), (1024, 2048, 512), (256, 896, 3584), (256, 3584, 896), (512, 512, 8192),
 )  # fmt: skip
 QUICK_SHAPES = SHAPES[:3] + SHAPES[6:8]
+CARRIERS = {
+    "gloo": "torch.distributed's own collectives over gloo, what other frameworks have",
+    "messages": "stretto's collectives out of gloo's messages: comm.transport=gloo",
+    "shm": "shared memory: comm.transport=shm; in place: the buffer lies there already",
+    "nccl": "NCCL, through torch.distributed",
+}
 #: Buffers of the size measured that a rank needs at once: private, in shared memory, a result of each, and one under way.
 BUFFERS = 5
 
@@ -214,6 +220,8 @@ def table(measured: Measured) -> str:
     ]
     for (ranks, collective), group in groupby(measured.links, key=lambda one: (one.ranks, one.collective)):
         lines += ["", *_collective(f"{collective}, {ranks} ranks", list(group))]
+    there = dict.fromkeys(one.transport for one in measured.links)
+    lines += ["", *(f"{name}: {CARRIERS[name]}" for name in there if name in CARRIERS)]
     lines += ["", "fitted: seconds = latency + bytes over the busiest link / bandwidth; off by at most"]
     for one in measured.fits:
         name = f"{one.way.collective}, {one.way.ranks} ranks, {_over(one.way)}"

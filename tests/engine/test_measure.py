@@ -51,7 +51,7 @@ def test_a_rate_of_wrong_results_is_refused() -> None:
         wrong = Wrong(world.transport.mail, world.rank)
         list(measure.links(Watch(world, TINY), {"wrong": wrong}, skipped=lambda line: None))
 
-    with pytest.raises(Mismatch, match="all_reduce of 16 numbers over threads gave 3 to 4, not 3"):
+    with pytest.raises(Mismatch, match="all_reduce of 16 numbers over wrong gave 3 to 4, not 3"):
         run_threads(rank, 2)
 
 
@@ -112,7 +112,7 @@ def timed_in_a_process(world: World) -> list[tuple]:
     return [one[:5] for one in found]
 
 
-def test_between_processes_both_transports_are_timed_and_memory_that_is_shared(pool) -> None:
-    ways = [("gloo", True), ("shm", True), ("shm", False)]
-    expected = [(way, 2, name, 4096, private) for name in COLLECTIVES for way, private in ways[: 2 if name == "send" else 3]]
-    assert pool.run(timed_in_a_process, ranks=2) == [expected] * 2
+def test_between_processes_every_carrier_is_timed_and_memory_that_is_shared(pool) -> None:
+    ways = [("gloo", True), ("messages", True), ("shm", True), ("shm", False)]
+    expected = [(way, 4, name, 4096, private) for name in COLLECTIVES for way, private in ways[: 3 if name == "send" else 4]]
+    assert pool.run(timed_in_a_process) == [expected] * 4

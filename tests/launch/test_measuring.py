@@ -34,7 +34,13 @@ def test_two_ranks_are_measured_and_the_file_is_read_as_the_object_says(
     found = json.loads(said.out)
     assert found["file"] == str(out) and found["device"]["kind"] == "cpu" and len(found["device"]["products"]) == 3
     links = {(one["transport"], one["collective"], one["private"]) for one in found["links"]}
-    assert {("gloo", "all_reduce", True), ("shm", "all_reduce", True), ("shm", "all_reduce", False), ("shm", "send", True)} <= links
+    assert {
+        ("gloo", "all_reduce", True),
+        ("messages", "send", True),
+        ("shm", "all_reduce", True),
+        ("shm", "all_reduce", False),
+        ("shm", "send", True),
+    } <= links
     assert all(one["ranks"] == 2 and one["bytes"] == 4096 and one["seconds"] > 0 and one["busbw"] > 0 for one in found["links"])
     assert "2 ranks: all_reduce of 4 KiB over gloo" in said.err
     measured = Measured.read(out)
@@ -52,6 +58,7 @@ def test_the_table_shows_times_beside_each_other() -> None:
     assert words[at + 1] == ["4", "KiB", "500", "us", "8.19", "MB/s", "10", "us", "410", "MB/s", "8", "us", "512", "MB/s"]
     assert words[at + 2] == ["1", "MiB", "1.4", "ms", "749", "MB/s"]
     assert ["128", "MiB", "2", "s", "67.1", "MB/s"] in words
+    assert "gloo: torch.distributed's own collectives over gloo, what other frameworks have" in lines
     assert any(line.startswith("  send, 4 ranks, gloo") and line.endswith(" 0%") for line in lines)
     assert max(map(len, lines)) <= 120
 
