@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -185,7 +184,7 @@ def copies(watch: Watch) -> Iterator[tuple[int, float]]:
 class TorchsOwn:
     """The collectives of torch.distributed itself among all its ranks: what other frameworks have, to compare with.
 
-    As much of a Transport as is timed here.
+    As much of a Transport as is timed here; parts must be equal.
     """
 
     def __init__(self, rank: int) -> None:
@@ -197,15 +196,11 @@ class TorchsOwn:
     def reduce_scatter(
         self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool
     ) -> Handle:
-        if x.numel() == into.numel() * len(ranks):
-            return _begun(dist.reduce_scatter_single(into, x, async_op=True))
-        return _begun(dist.reduce_scatter(into, [x[a:b] for a, b in pairwise(bounds)], async_op=True))
+        return _begun(dist.reduce_scatter_single(into, x, async_op=True))
 
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Handle:
         mine = x[bounds[self.rank] : bounds[self.rank + 1]].clone()  # gloo wants it apart from the result
-        if x.numel() == mine.numel() * len(ranks):
-            return _begun(dist.all_gather_single(x, mine, async_op=True))
-        return _begun(dist.all_gather([x[a:b] for a, b in pairwise(bounds)], mine, async_op=True))
+        return _begun(dist.all_gather_single(x, mine, async_op=True))
 
     def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Handle:
         return _begun(dist.broadcast(x, source, async_op=True))
@@ -243,19 +238,25 @@ def carriers(world: World) -> dict[str, Carrier]:
     return found if isinstance(world.transport, Messages) else found | {world.transport.name: world.transport}
 
 
-def links(watch: Watch, carriers: Mapping[str, Carrier], skipped: Callable[[str], None]) -> Iterator[Found]:
-    """Times of every collective at every size over every transport. skipped: hears what was left out, and why."""
-    world, start = watch.world, time.perf_counter()
-    for collective in COLLECTIVES if world.size > 1 else ():
-        for size in watch.effort.sizes:
+def links(watch: Watch, carriers: Mapping[str, Carrier], late: Callable[[list[tuple[str, int]]], object]) -> Iterator[Found]:
+    """Times of every collective at every size over every carrier, size after size in the order given.
+
+    late: hears which (collective, bytes) were left out because the time was over, if any were.
+    """
+    world, start, left_out = watch.world, time.perf_counter(), []
+    for size in watch.effort.sizes if world.size > 1 else ():
+        elements = size // 4 // world.size * world.size  # equal parts: gloo gathers no others
+        for collective in COLLECTIVES:
             if watch.slowest([time.perf_counter() - start])[0] > watch.effort.until:
-                skipped(f"{collective} of {size} bytes on {world.size} ranks was left out: its {watch.effort.until:g} s are over")
+                left_out.append((collective, 4 * elements))
                 continue
-            ways = [way for name, carrier in carriers.items() for way in _ways(collective, size // 4, name, carrier, world)]
+            ways = [way for name, carrier in carriers.items() for way in _ways(collective, elements, name, carrier, world)]
             for way in ways:
                 _prove(collective, way, world.rank)
             for way, seconds in zip(ways, watch.times([way.call for way in ways]), strict=True):
-                yield Found(way.carrier, world.size, collective, size, way.private, seconds / way.turns)
+                yield Found(way.carrier, world.size, collective, 4 * elements, way.private, seconds / way.turns)
+    if left_out:
+        late(left_out)
 
 
 def _ways(collective: str, elements: int, name: str, carrier: Carrier, world: World) -> Iterator[Way]:

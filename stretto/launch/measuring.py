@@ -19,11 +19,12 @@ from stretto.draw.numbers import bytes_, count
 from stretto.errors import JobError
 from stretto.launch.devices import devices
 from stretto.launch.worker import Event, Rank
-from stretto.plan.measured import Copy, DeviceFacts, LinkTime, Measured, Product, Way
+from stretto.plan.measured import CROSSES, Copy, DeviceFacts, LinkTime, Measured, Product, Way
 
 KIB, MIB = 1 << 10, 1 << 20
-FINE = tuple(size * KIB for size in (4, 16, 64, 256)) + tuple(size * MIB for size in (1, 4, 16, 64, 128, 256))
-COARSE = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 128 * MIB)
+#: Bytes, the most telling first: what there is no time for is left out at the end.
+COARSE = (4 * KIB, MIB, 128 * MIB, 16 * MIB, 64 * KIB)
+FINE = (*COARSE, 256 * MIB, 256 * KIB, 4 * MIB, 64 * MIB, 16 * KIB)
 QUICK = (4 * KIB, MIB, 16 * MIB)
 #: Matrix products: of squares, and of decoders of hidden size 512 and 896 on 256 to 1024 tokens.
 SHAPES = (
@@ -112,7 +113,8 @@ def _plan(ranks: int, quick: bool, device: bool, tell: Callable[[str], None]) ->
     free = None if gpus else _free_memory()
     fits = tuple(size for size in sizes if free is None or BUFFERS * size * ranks < free // 2)
     if len(fits) < len(sizes):
-        tell(f"{ranks} ranks: sizes of {bytes_(sizes[len(fits)])} and more are left out, memory is too small for them")
+        smallest = min(size for size in sizes if size not in fits)
+        tell(f"{ranks} ranks: buffers of {_size(smallest)} and more are left out, memory is too small for them")
     shapes = (QUICK_SHAPES if quick else SHAPES) if device else ()
     return Plan(ranks, fits, 0.05 if quick else 0.2, 20.0 if quick else 100.0 if sizes is FINE else 45.0, shapes)
 
@@ -159,7 +161,12 @@ def measure_rank(here: Rank, plan: Plan) -> Mapping[str, Any] | None:
             found["copies"].append(copy)
             note(f"copy of {_size(copy.bytes_)}: {bytes_(copy.bytes_per_second)}/s a rank")
     here.emit({"kind": "at", "action": "while timing collectives"})
-    for link in map(LinkTime._make, timed.links(watch, timed.carriers(world), skipped=note)):
+
+    def late(left_out: Sequence[tuple[str, int]]) -> None:
+        words = ", ".join(f"{collective} of {_size(size)}" for collective, size in left_out)
+        note(f"left out, as {plan.until:g} s were over: {words}")
+
+    for link in map(LinkTime._make, timed.links(watch, timed.carriers(world), late)):
         found["links"].append(link)
         note(f"{link.collective} of {_size(link.bytes_)} over {_over(link.way)}: {_time(link.seconds)}")
     watch.together()
@@ -176,7 +183,9 @@ def _joined(found: Sequence[Mapping[str, Any]]) -> Measured:
         "stretto": version("stretto"),
     }
     device = DeviceFacts(**first["device"], products=tuple(first["products"]), copies=tuple(first["copies"]))
-    return Measured(device, tuple(link for one in found for link in one["links"]), about)
+    order = {collective: i for i, collective in enumerate(CROSSES)}
+    links = (link for one in found for link in sorted(one["links"], key=lambda link: (order[link.collective], link.bytes_)))
+    return Measured(device, tuple(links), about)
 
 
 def check_replaceable(out: Path) -> None:
@@ -258,8 +267,11 @@ def _over(way: Way) -> str:
 
 
 def _size(size: int) -> str:
-    """4096 -> '4 KiB': buffers are powers of two."""
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB" if size >= KIB else f"{size} B"
+    """4096 -> '4 KiB': buffers are powers of two, or nearly."""
+    for scale, unit in ((MIB, "MiB"), (KIB, "KiB")):
+        if size > 0.99 * scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B"
 
 
 def _time(seconds: float) -> str:

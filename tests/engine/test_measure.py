@@ -20,12 +20,13 @@ TINY = Effort(sizes=(64, 4096), shapes=((8, 16, 4), (16, 16, 16)), seconds=0.0, 
 
 
 def links_of(world: World, effort: Effort = TINY) -> list[Found]:
-    return list(measure.links(Watch(world, effort), {"threads": world.transport}, skipped=lambda line: None))
+    return list(measure.links(Watch(world, effort), {"threads": world.transport}, late=print))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_collective_is_timed_at_every_size(ranks: int) -> None:
-    expected = [("threads", ranks, name, size, True) for name in COLLECTIVES for size in TINY.sizes] if ranks > 1 else []
+    sizes = {1: (), 2: (64, 4096), 3: (60, 4092)}[ranks]  # as near as equal parts allow
+    expected = [("threads", ranks, name, size, True) for size in sizes for name in COLLECTIVES]
     for found in run_threads(links_of, ranks):
         assert [one[:5] for one in found] == expected
         assert all(one.seconds > 0 for one in found)
@@ -49,21 +50,21 @@ class Wrong(Messages):
 def test_a_rate_of_wrong_results_is_refused() -> None:
     def rank(world: World) -> None:
         wrong = Wrong(world.transport.mail, world.rank)
-        list(measure.links(Watch(world, TINY), {"wrong": wrong}, skipped=lambda line: None))
+        list(measure.links(Watch(world, TINY), {"wrong": wrong}, late=print))
 
     with pytest.raises(Mismatch, match="all_reduce of 16 numbers over wrong gave 3 to 4, not 3"):
         run_threads(rank, 2)
 
 
 def test_what_there_is_no_time_for_is_said() -> None:
-    def rank(world: World) -> list[str]:
-        said: list[str] = []
-        assert list(measure.links(Watch(world, replace(TINY, until=-1.0)), {"threads": world.transport}, skipped=said.append)) == []
+    def rank(world: World) -> list[tuple[str, int]]:
+        said: list[tuple[str, int]] = []
+        effort = replace(TINY, until=-1.0)
+        assert list(measure.links(Watch(world, effort), {"threads": world.transport}, late=said.extend)) == []
         return said
 
     for said in run_threads(rank, 2):
-        assert len(said) == len(COLLECTIVES) * len(TINY.sizes)
-        assert said[0] == "all_reduce of 64 bytes on 2 ranks was left out: its -1 s are over"
+        assert said == [(name, size) for size in TINY.sizes for name in COLLECTIVES]
 
 
 def test_calls_take_turns_and_the_slowest_rank_counts() -> None:
@@ -108,7 +109,7 @@ def test_the_device_is_known() -> None:
 
 
 def timed_in_a_process(world: World) -> list[tuple]:
-    found = measure.links(Watch(world, replace(TINY, sizes=(4096,))), measure.carriers(world), skipped=lambda line: None)
+    found = measure.links(Watch(world, replace(TINY, sizes=(4096,))), measure.carriers(world), late=print)
     return [one[:5] for one in found]
 
 

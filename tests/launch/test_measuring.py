@@ -98,5 +98,5 @@ def test_sizes_that_memory_has_no_room_for_are_left_out_and_said(monkeypatch: py
     monkeypatch.setattr(measuring, "_free_memory", lambda: 2**30)
     said: list[str] = []
     plan = measuring._plan(2, quick=False, device=False, tell=said.append)
-    assert max(plan.sizes) * 2 * measuring.BUFFERS < 2**29 and plan.sizes == measuring.FINE[: len(plan.sizes)]
-    assert said == ["2 ranks: sizes of 67.1 MB and more are left out, memory is too small for them"]
+    assert plan.sizes == tuple(size for size in measuring.FINE if size * 2 * measuring.BUFFERS < 2**29)
+    assert said == ["2 ranks: buffers of 64 MiB and more are left out, memory is too small for them"]

@@ -160,8 +160,7 @@ def depth(tree, position: int = 0) -> int:
     return max((1 + depth(tree, child) for child in tree[position]), default=0)
 
 
-@pytest.mark.parametrize("n", SIZES[1:])
-@pytest.mark.parametrize("pieces", [2, 16, 64])
+@pytest.mark.parametrize(("n", "pieces"), [*((n, 6) for n in SIZES[1:]), *((n, 64) for n in (2, 4, 5, 8, 16, 33))])
 def test_two_trees_come_close_to_the_bandwidth_of_a_ring_in_log_latency(n: int, pieces: int) -> None:
     one = program("all_reduce", "double-tree", n, pieces=pieces)
     assert sent(one) <= 2.0  # a ring: 2 (n-1)/n
@@ -171,7 +170,7 @@ def test_two_trees_come_close_to_the_bandwidth_of_a_ring_in_log_latency(n: int, 
 
 
 @pytest.mark.parametrize("n", SIZES[1:])
-@pytest.mark.parametrize("pieces", [1, 5, 32])
+@pytest.mark.parametrize("pieces", [1, 9])
 def test_a_chain_passes_pieces_on_while_others_come(n: int, pieces: int) -> None:
     for collective in ("broadcast", "reduce"):
         assert program(collective, "ring", n, pieces=pieces, root=n // 3).rounds == n - 2 + pieces
