@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: Each takes two tensors and `out`.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
+#: Operations as numbers that are the same in every process.
+CODES = {op: code for code, op in enumerate(OPERATIONS)}
 
 
 def check(x: Tensor, op: str) -> None:

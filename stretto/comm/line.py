@@ -19,9 +19,9 @@ from stretto.comm.machine import Machine, file_of, new_memory
 from stretto.errors import Mismatch, PeerLost
 
 #: Bytes of a slot: a piece that one rank wrote is still in cache when another reads it.
-SLOT = 1 << 18
+SLOT = 1 << 20
 #: Slots a rank: some are read while others are being filled.
-SLOTS = 4
+SLOTS = 3
 #: Pieces by which an activity runs ahead of the next one on the same piece.
 AHEAD = 1
 #: 8-byte words of a rank's own part of the counters, two cache lines: its count, its state, what its last calls asked for.
@@ -38,6 +38,7 @@ DTYPE_CODES = {dtype: code << 54 for code, dtype in enumerate(DTYPES)}
 OTHER = len(DTYPES) << 54
 #: Positions in the line's group, and the count that each of them must have reached.
 Need = tuple[tuple[int, ...], int]
+NOBODY: Need = ((), 0)
 
 
 def signature(kind: str, elements: int, dtype: torch.dtype, rest: tuple[int, ...]) -> int:
@@ -67,7 +68,7 @@ class Line:
         self.turn = 0  # pieces that have gone through slots
         self.free = [0] * SLOTS  # count of everybody once a slot may be written again
         self.memory: Tensor | None = None
-        self._words: memoryview
+        self._words = memoryview(b"")
         self._base = 0
         self._descriptor = -1
         self._asked = 0.0
@@ -188,17 +189,14 @@ class Line:
         """Where a slot of a member of the group begins in this process."""
         return self._base + (member * SLOTS + slot) * self.slot
 
-    def parts(self, slot: int, dtype: torch.dtype, elements: int, stretch: int = 0) -> list[Tensor]:
-        """What lies in this slot of every rank, in group order: its first elements; or, where it holds a stretch for each other
-        rank, mine."""
-        key = (dtype, slot, elements, stretch)
+    def parts(self, slot: int, dtype: torch.dtype, low: int, high: int) -> list[Tensor]:
+        """Elements [low, high) of this slot of every rank, in group order."""
+        key = (dtype, slot, low, high)
         found = self._parts.get(key)
         if found is None:
             if len(self._parts) >= 64:
                 self._parts.clear()
-            starts = [(self.index - (i < self.index)) * stretch for i in range(self.size)]  # slot i has no place for rank i itself
-            every = zip(self._slots(dtype), starts, strict=True)
-            found = self._parts[key] = [slots[slot][start : start + elements] for slots, start in every]
+            found = self._parts[key] = [slots[slot][low:high] for slots in self._slots(dtype)]
         return found
 
     def spare(self, dtype: torch.dtype, elements: int) -> Tensor:

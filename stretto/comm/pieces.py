@@ -1,154 +1,149 @@
-"""Collectives over a Line, each as a program: what a rank does, and before each activity whom it waits for.
+"""Collectives on tensors of a rank's own: through slots in shared memory, in pieces that stay in cache.
 
-A program is a generator. It yields needs ([Note: one counter a rank] in comm/line.py) and goes on once they are met, so that
-whoever waits can do its part in all programs under way, in its own thread. Sums are taken in the group's order, so they have
-the same bits on every rank and in every run.
-
-There are two roads. Tensors of a rank's own go through slots, in pieces that stay in cache (`through_*`). Tensors that lie in
-memory which peers can read are read where they lie (`shared_*`).
+Sums are taken in the group's order, and large ones by one rank for all, so they have the same bits on every rank and in
+every run.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from stretto.comm.combine import combine
-from stretto.comm.line import AHEAD, SLOTS, Line, Need
+from stretto.comm.combine import CODES, combine
+from stretto.comm.line import Line, signature
+from stretto.comm.recipe import Activity, Recipe, nothing
 
-Program = Iterator[Need]
 #: Up to this many bytes everybody adds up everything: one wait less, more additions.
 SMALL = 1 << 15
 #: Copies bytes (to, from, number) between addresses: for small pieces half the price of making tensors of them first.
-_copy = ctypes.memmove
+copy = ctypes.memmove
 
 
-def fold(line: Line, parts: Sequence[Tensor], out: Tensor, op: str, accumulate: bool = False) -> None:
-    """combine(), with memory of the line for what lies in between. At most a slot of bytes."""
-    combine(parts, out, op, accumulate, lambda: line.spare(parts[0].dtype, parts[0].numel()))
-
-
-def piped(line: Line, pieces: int, *activities: Callable[[int, int], None], writes: bool = True, after: tuple[int, ...]) -> Program:
-    """`pieces` pieces through the slots, each in turn through `activities`(piece, slot), the first of which writes into the slot.
-
-    Later activities wait until those in `after` have done the one before on this piece. They follow AHEAD pieces behind, so
-    that a rank has something to do while others are still writing.
-    """
-    first, last, counts = line.turn, len(activities) - 1, [0] * pieces
-    line.turn += pieces
-    agreed = False
-    for step in range(pieces + last * AHEAD):
-        for stage, activity in enumerate(activities):
-            piece = step - stage * AHEAD
-            if not 0 <= piece < pieces:
-                continue
-            slot = (first + piece) % SLOTS
-            if stage:
-                yield after, counts[piece]
-                if not agreed:
-                    line.agree(after)
-                    agreed = True
-            elif writes:
-                yield line.others, line.free[slot]
-            activity(piece, slot)
-            counts[piece] = line.tick()
-            if stage == last:
-                line.free[slot] = counts[piece]
-
-
-# -- tensors of a rank's own, in pieces through slots ------------------------------------------------------------------
-
-
-def through_all_reduce(line: Line, x: Tensor, op: str) -> Program:
+def all_reduce(line: Line, elements: int, dtype: torch.dtype, op: str) -> Recipe:
     """Everybody's x combined, in place."""
-    address, bytes_ = x.data_ptr(), x.numel() * x.dtype.itemsize
-    chunks = _chunks(x, line.slot // x.dtype.itemsize)
-
-    def write(piece: int, slot: int) -> None:
-        _copy(line.address(line.index, slot), address + piece * line.slot, min(line.slot, bytes_ - piece * line.slot))
-
-    def add_up(piece: int, slot: int) -> None:
-        chunk = chunks[piece]
-        fold(line, line.parts(slot, chunk.dtype, chunk.numel()), chunk, op)
-
-    if line.size == 2 or bytes_ <= SMALL:
-        return piped(line, len(chunks), write, add_up, after=line.others)
-
-    def add_up_mine(piece: int, slot: int) -> None:
-        size = chunks[piece].numel()
-        low, high = size * line.index // line.size, size * (line.index + 1) // line.size
-        parts = [part[low:high] for part in line.parts(slot, x.dtype, size)]
-        fold(line, parts, parts[line.index], op)
-
-    def read(piece: int, slot: int) -> None:
-        size, itemsize = chunks[piece].numel(), x.dtype.itemsize
-        for i in range(line.size):
-            low, high = size * i // line.size * itemsize, size * (i + 1) // line.size * itemsize
-            _copy(address + piece * line.slot + low, line.address(i, slot) + low, high - low)
-
-    return piped(line, len(chunks), write, add_up_mine, read, after=line.others)
+    asked, bytes_ = signature("all_reduce", elements, dtype, (CODES[op],)), elements * dtype.itemsize
+    pieces = max(1, -(-bytes_ // line.slot))
+    # of two ranks each takes as many bytes from the other either way, and this has one wait less
+    how = _all_for_oneself if line.size == 2 or bytes_ <= min(SMALL, line.slot) else _a_part_for_all
+    return Recipe(line, asked, how(line, elements, dtype, op), line.others, pieces, slots=True, fills=True)
 
 
-def through_reduce_scatter(line: Line, x: Tensor, bounds: Sequence[int], into: Tensor, accumulate: bool, op: str) -> Program:
-    """Everybody's x combined; my slice of it in `into`. A slot holds a stretch of the slice of every other rank."""
-    address, itemsize, index = x.data_ptr(), x.dtype.itemsize, line.index
-    stretch = line.slot // itemsize // max(line.size - 1, 1)
-    mine, targets = _chunks(x[bounds[index] : bounds[index + 1]], stretch), _chunks(into, stretch)
+def _all_for_oneself(line: Line, elements: int, dtype: torch.dtype, op: str) -> tuple[Activity, ...]:
+    """Every rank leaves its x in its slot and combines all that the others left."""
+    index, itemsize, most = line.index, dtype.itemsize, line.slot // dtype.itemsize
 
-    def write(piece: int, slot: int) -> None:
-        place = line.address(index, slot)
+    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        first = piece * most
+        copy(line.address(index, slot), x.data_ptr() + first * itemsize, min(most, elements - first) * itemsize)
+
+    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        mine = x if elements <= most else x[piece * most : (piece + 1) * most]
+        parts = line.parts(slot, dtype, 0, len(mine))
+        # with x at its place in the order; from three ranks on x is written before it would be read there, so its copy is
+        combine([*parts[:index], mine, *parts[index + 1 :]] if len(parts) == 2 else parts, mine, op, spare=lambda: mine)
+
+    return write, add_up
+
+
+def _a_part_for_all(line: Line, elements: int, dtype: torch.dtype, op: str) -> tuple[Activity, ...]:
+    """Of each piece every rank combines one part. In its slot it leaves the others' parts of its x, then its part of the result."""
+    size, index, itemsize, most = line.size, line.index, dtype.itemsize, line.slot // dtype.itemsize
+
+    def bounds(piece: int) -> list[int]:
+        length = min(most, elements - piece * most)
+        return [length * i // size for i in range(size + 1)]
+
+    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        cuts, to, source = bounds(piece), line.address(index, slot), x.data_ptr() + piece * most * itemsize
+        copy(to, source, cuts[index] * itemsize)
+        above = cuts[index + 1] * itemsize
+        copy(to + above, source + above, cuts[-1] * itemsize - above)
+
+    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        cuts = bounds(piece)
+        low, high = cuts[index], cuts[index + 1]
+        parts = line.parts(slot, dtype, low, high)
+        result = parts[index]
+        mine = x[piece * most + low : piece * most + high]
+        combine([*parts[:index], mine, *parts[index + 1 :]], result, op, spare=lambda: result)
+        copy(mine.data_ptr(), result.data_ptr(), (high - low) * itemsize)
+
+    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        cuts, to = bounds(piece), x.data_ptr() + piece * most * itemsize
         for i in line.others:
+            copy(to + cuts[i] * itemsize, line.address(i, slot) + cuts[i] * itemsize, (cuts[i + 1] - cuts[i]) * itemsize)
+
+    return write, add_up, read
+
+
+def reduce_scatter(line: Line, bounds: tuple[int, ...], dtype: torch.dtype, accumulate: bool, op: str) -> Recipe:
+    """Everybody's x combined; my slice of it written or added to `into`. A slot holds a stretch of every rank's slice."""
+    size, index, itemsize = line.size, line.index, dtype.itemsize
+    stretch = line.slot // itemsize // size
+    start, mine = bounds[index], bounds[index + 1] - bounds[index]
+    pieces = _pieces(bounds, stretch)
+    # to make a tensor of my slice of x takes longer than to copy it into the slot, where tensors are kept
+    copied = pieces == 1 and mine * itemsize <= SMALL
+
+    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        to, source = line.address(index, slot), x.data_ptr()
+        for i in range(size) if copied else line.others:
             low, high = _stretch(bounds, i, piece, stretch)
-            _copy(place, address + low * itemsize, (high - low) * itemsize)
-            place += stretch * itemsize
+            copy(to + i * stretch * itemsize, source + low * itemsize, (high - low) * itemsize)
 
-    def add_up(piece: int, slot: int) -> None:
-        if piece < len(mine):
-            parts = line.parts(slot, x.dtype, mine[piece].numel(), stretch)
-            fold(line, [*parts[:index], mine[piece], *parts[index + 1 :]], targets[piece], op, accumulate)
+    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        low, high = piece * stretch, min((piece + 1) * stretch, mine)
+        if low >= high:
+            return
+        parts = line.parts(slot, dtype, index * stretch, index * stretch + high - low)
+        if copied:
+            combine(parts, into, op, accumulate)
+        else:
+            combine([*parts[:index], x[start + low : start + high], *parts[index + 1 :]], into[low:high], op, accumulate)
 
-    return piped(line, _pieces(bounds, stretch), write, add_up, after=line.others)
+    asked = signature("reduce_scatter", bounds[-1], dtype, (*bounds, CODES[op]))
+    return Recipe(line, asked, (write, add_up), line.others, pieces, slots=True, fills=True)
 
 
-def through_all_gather(line: Line, x: Tensor, bounds: Sequence[int]) -> Program:
+def all_gather(line: Line, bounds: tuple[int, ...], dtype: torch.dtype) -> Recipe:
     """Everybody's slice of x, in place."""
-    address, itemsize = x.data_ptr(), x.dtype.itemsize
+    index, itemsize = line.index, dtype.itemsize
     most = line.slot // itemsize
 
-    def write(piece: int, slot: int) -> None:
-        low, high = _stretch(bounds, line.index, piece, most)
-        _copy(line.address(line.index, slot), address + low * itemsize, (high - low) * itemsize)
+    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        low, high = _stretch(bounds, index, piece, most)
+        copy(line.address(index, slot), x.data_ptr() + low * itemsize, (high - low) * itemsize)
 
-    def read(piece: int, slot: int) -> None:
+    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        to = x.data_ptr()
         for i in line.others:
             low, high = _stretch(bounds, i, piece, most)
-            _copy(address + low * itemsize, line.address(i, slot), (high - low) * itemsize)
+            copy(to + low * itemsize, line.address(i, slot), (high - low) * itemsize)
 
-    return piped(line, _pieces(bounds, most), write, read, after=line.others)
+    asked = signature("all_gather", bounds[-1], dtype, bounds)
+    return Recipe(line, asked, (write, read), line.others, _pieces(bounds, most), slots=True, fills=True)
 
 
-def through_broadcast(line: Line, x: Tensor, source: int) -> Program:
+def broadcast(line: Line, elements: int, dtype: torch.dtype, source: int, kind: str = "broadcast") -> Recipe:
     """x of the group's member `source`, in place on the others. The source waits only for slots to be free."""
-    address, bytes_ = x.data_ptr(), x.numel() * x.dtype.itemsize
+    bytes_, asked = elements * dtype.itemsize, signature(kind, elements, dtype, (source,))
     pieces = max(1, -(-bytes_ // line.slot))
 
-    def write(piece: int, slot: int) -> None:
-        _copy(line.address(source, slot), address + piece * line.slot, min(line.slot, bytes_ - piece * line.slot))
+    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        offset = piece * line.slot
+        copy(line.address(source, slot), x.data_ptr() + offset, min(line.slot, bytes_ - offset))
 
-    def read(piece: int, slot: int) -> None:
-        _copy(address + piece * line.slot, line.address(source, slot), min(line.slot, bytes_ - piece * line.slot))
+    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+        offset = piece * line.slot
+        copy(x.data_ptr() + offset, line.address(source, slot), min(line.slot, bytes_ - offset))
 
     if line.index == source:
-        return piped(line, pieces, write, _nothing, after=())
-    return piped(line, pieces, _nothing, read, writes=False, after=(source,))
-
-
-def _chunks(x: Tensor, most: int) -> Sequence[Tensor]:
-    """x cut every `most` elements; of an empty x one piece, since every call is at least one activity."""
-    return (x,) if x.numel() <= most else x.split(most)
+        return Recipe(line, asked, (write, nothing), (), pieces, slots=True, fills=True)
+    return Recipe(line, asked, (nothing, read), (source,), pieces, slots=True)
 
 
 def _stretch(bounds: Sequence[int], i: int, piece: int, elements: int) -> tuple[int, int]:
@@ -159,65 +154,5 @@ def _stretch(bounds: Sequence[int], i: int, piece: int, elements: int) -> tuple[
 
 
 def _pieces(bounds: Sequence[int], elements: int) -> int:
-    """Pieces of the longest slice."""
+    """Pieces of the longest slice; of empty ones one, since every call is at least one activity."""
     return max(1, max(-(-(high - low) // elements) for low, high in pairwise(bounds)))
-
-
-def _nothing(piece: int, slot: int) -> None:
-    """Here another rank is at work."""
-
-
-# -- tensors that peers can read where they lie --------------------------------------------------------------------------
-
-
-def _shown(line: Line, after: tuple[int, ...]) -> Program:
-    """My part of x is written; wait until that of those in `after` is."""
-    yield after, line.tick()
-    line.agree(after)
-
-
-def shared_all_reduce(line: Line, copies: Sequence[Tensor], op: str) -> Program:
-    """Everybody's x combined, in place: each rank combines one slice and writes it to all. copies: x of every rank."""
-    yield from _shown(line, line.others)
-    size, most = copies[0].numel(), line.slot // copies[0].dtype.itemsize
-    low, high = size * line.index // line.size, size * (line.index + 1) // line.size
-    for parts in zip(*(_chunks(copy[low:high], most) for copy in copies), strict=True):
-        result = parts[line.index]
-        fold(line, parts, result, op)
-        for i in line.others:
-            _copy(parts[i].data_ptr(), result.data_ptr(), result.numel() * result.dtype.itemsize)
-    yield line.others, line.tick()
-
-
-def shared_reduce_scatter(line: Line, parts: Sequence[Tensor], into: Tensor, accumulate: bool, op: str) -> Program:
-    """My slice of everybody's x combined, written or added to `into`. parts: my slice of every rank's x."""
-    yield from _shown(line, line.others)
-    most = line.slot // into.dtype.itemsize
-    for out, *chunks in zip(_chunks(into, most), *(_chunks(part, most) for part in parts), strict=True):
-        fold(line, chunks, out, op, accumulate)
-    line.tick()
-
-
-def shared_all_gather(line: Line, copies: Sequence[Tensor], bounds: Sequence[int]) -> Program:
-    """Everybody's slice of x, in place. copies: x of every rank."""
-    yield from _shown(line, line.others)
-    addresses, itemsize = [copy.data_ptr() for copy in copies], copies[0].dtype.itemsize
-    for i in line.others:
-        offset = bounds[i] * itemsize
-        _copy(addresses[line.index] + offset, addresses[i] + offset, (bounds[i + 1] - bounds[i]) * itemsize)
-    line.tick()
-
-
-def shared_broadcast(line: Line, copies: Sequence[Tensor], source: int) -> Program:
-    """x of the group's member `source`, in place on the others."""
-    if line.index == source:
-        line.tick()
-    else:
-        yield from _shown(line, (source,))
-        copies[line.index].copy_(copies[source])
-    line.tick()
-
-
-def one_memory(line: Line, after: tuple[int, ...]) -> Program:
-    """All ranks have one x: what they wrote is there once those in `after` say so."""
-    yield from _shown(line, after)

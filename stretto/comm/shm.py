@@ -3,7 +3,7 @@
     import stretto.comm.shm
     torch.distributed.init_process_group("stretto")
 
-Whoever waits does the work: there are no threads. A collective is a program (comm/pieces.py) that goes as far as it can when it
+Whoever waits does the work: there are no threads. A collective is a program (comm/recipe.py) that goes as far as it can when it
 is issued, and further whenever this rank issues or waits for anything. [Note: serving while waiting] A rank that waits for a
 peer goes on with all its own programs, because that peer may be waiting for one of them.
 """
@@ -17,24 +17,25 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stretto.comm import pieces
-from stretto.comm.combine import OPERATIONS, check
-from stretto.comm.line import SLOT, Line, Need, signature
+from stretto.comm import inplace, pieces
+from stretto.comm.combine import check
+from stretto.comm.line import NOBODY, SLOT, SLOTS, Line, Need, signature
 from stretto.comm.machine import Machine, file_of, new_memory
+from stretto.comm.recipe import Recipe, barrier
 from stretto.errors import PeerLost
 
 #: Looks at a peer's count before the core is offered to others, where every rank has a core of its own.
 LOOKS = 20
 #: Seconds of waiting after which a rank sleeps between looks, and for how long.
 PATIENCE, NAP = 2e-3, 5e-5
-#: Operations as numbers.
-CODES = {op: code for code, op in enumerate(OPERATIONS)}
+#: Programs that are kept for calls to come.
+PROGRAMS = 4096
 #: Seconds between looks at whether the peers waited for still live.
 CHECK = 0.1
 
@@ -50,23 +51,27 @@ class Area:
     copies: tuple[Tensor, ...]
     common: bool
 
+    def place(self, x: Tensor) -> tuple[int, ...]:
+        """Where in the area x lies: the same on all ranks, or they would read something else."""
+        return self.number, x.data_ptr() - self.start, self.common
+
 
 class Work:
-    """A collective under way. asked: its signature; make: begins its program; kept: peers may read x beyond its end."""
+    """A collective under way: how far its program has come."""
 
-    __slots__ = ("_kept", "_transport", "asked", "done", "error", "line", "make", "need", "program")
+    __slots__ = ("_agreed", "_counts", "_first", "_into", "_kept", "_step", "_transport", "_x", "done", "error", "line", "need", "program")
 
-    def __init__(self, transport: SharedMemory, line: Line, asked: int, make: Callable[[], pieces.Program], kept: bool) -> None:
-        self._transport, self.line, self.asked, self.make, self._kept = transport, line, asked, make, kept
-        self.program: pieces.Program | None = None
-        self.need: Need = ((), 0)
+    def __init__(self, transport: SharedMemory, program: Recipe, x: Tensor, into: Tensor) -> None:
+        self._transport, self.program, self._x, self._into = transport, program, x, into
+        self.line, self._kept, self._step, self._agreed = program.line, program.kept, -1, False
+        self.need: Need = NOBODY
         self.done = False
         self.error: BaseException | None = None
 
     def result(self) -> None:
         """Until the result is there. x must not be written before `wait` has returned: peers may still read it."""
         if not self.done:
-            self._transport.until(self, lambda: self.done)
+            self._transport.until(self)
         if self.error is not None:
             raise self.error
 
@@ -74,23 +79,45 @@ class Work:
         """Until the result is there and x may be written again. Raises PeerLost if a peer is gone, Mismatch if it asked otherwise."""
         self.result()
         if self._kept:
-            self._transport.until(self, lambda: self.line.reached(self.need))
+            self._transport.until(self, read=True)
             if self.error is not None:
                 raise self.error
             self._kept = False
 
     def advance(self) -> None:
         """Go on as far as peers allow; then `done` is True or `need` says what is waited for."""
-        if self.program is None:
-            self.line.begin(self.asked)
-            self.program = self.make()
-        try:
-            while self.line.reached(self.need):
-                self.need = next(self.program)
-        except StopIteration:
-            self.done, self.program = True, None
-            self.need = (self.line.others, self.line.count)
-            self.line.settle()
+        program, line = self.program, self.line
+        steps, slots, after, last = program.steps, program.slots, program.after, program.last
+        if self._step < 0:
+            line.begin(program.asked)
+            self._step, self._first, self._counts = 0, line.turn, [0] * program.pieces
+            if slots:
+                line.turn += program.pieces
+            if program.fills:
+                self.need = (line.others, line.free[self._first % SLOTS])
+        counts = self._counts
+        while line.reached(self.need):
+            stage, piece = steps[self._step]
+            if stage and not self._agreed:
+                line.agree(after)
+                self._agreed = True
+            slot = (self._first + piece) % SLOTS
+            program.activities[stage](self._x, self._into, piece, slot)
+            counts[piece] = number = line.tick()
+            if slots and stage == last:
+                line.free[slot] = number
+            self._step += 1
+            if self._step == len(steps):
+                self.need, self.done = (line.others, number), True
+                line.settle()
+                return
+            stage, piece = steps[self._step]
+            if stage:
+                self.need = (after, counts[piece])
+            elif program.fills:
+                self.need = (line.others, line.free[(self._first + piece) % SLOTS])
+            else:
+                self.need = NOBODY
 
 
 class SharedMemory:
@@ -105,9 +132,11 @@ class SharedMemory:
         self._queues: dict[Line, deque[Work]] = {}  # of lines with work under way
         self._broken: dict[Line, BaseException] = {}
         self._lock = threading.RLock()
+        self._programs: dict[Hashable, Recipe] = {}
         self._areas: dict[int, Area] = {}  # by start
         self._starts: list[int] = []
         self._made: dict[tuple[int, ...], int] = {}
+        self._nothing = torch.empty(0)
         self._left = False
         atexit.register(self._at_exit)  # a program that ends may not have said good-bye
 
@@ -115,14 +144,17 @@ class SharedMemory:
 
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Work:
         """Everybody's x combined (op: sum, avg, max, min), in place and bit for bit the same on all ranks. x: flat."""
-        check(x, op)
-        line, area = self._line("all", ranks, channel), self._area(x, ranks)
-        asked = signature("all_reduce", x.numel(), x.dtype, (*self._place(area, x), CODES[op]))
-        if area is None:
-            return self._issue(line, asked, lambda: pieces.through_all_reduce(line, x, op))
-        if area.common and line.size > 1:
-            raise ValueError("all ranks have one memory here: there are no parts to add")
-        return self._issue(line, asked, lambda: pieces.shared_all_reduce(line, self._copies(area, x, line), op))
+        key = ("all_reduce", tuple(ranks), channel, x.numel(), x.dtype, self._shared(x), op)
+        program = self._programs.get(key)
+        if program is None:
+            check(x, op)
+            line, area = self._line("all", key[1], channel), self._area(x, key[1])
+            if area is None:
+                program = pieces.all_reduce(line, x.numel(), x.dtype, op)
+            else:
+                program = inplace.all_reduce(line, x.numel(), self._peers(area, x, line, adds=True), x.dtype, op, area.place(x))
+            self._keep(key, program)
+        return self._issue(program, x, x)
 
     def reduce_scatter(
         self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool, op: str = "sum"
@@ -131,52 +163,78 @@ class SharedMemory:
 
         x: flat. `into` may be that slice of x itself. The other slices of x are left as they were.
         """
-        check(x, op)
-        line, area = self._line("all", ranks, channel), self._area(x, ranks)
-        asked = signature("reduce_scatter", x.numel(), x.dtype, (*bounds, *self._place(area, x), CODES[op]))
-        if area is None:
-            return self._issue(line, asked, lambda: pieces.through_reduce_scatter(line, x, bounds, into, accumulate, op))
-        if area.common and line.size > 1:
-            raise ValueError("all ranks have one memory here: there are no parts to add")
-        mine = slice(bounds[line.index], bounds[line.index + 1])
-        parts = [copy[mine] for copy in self._copies(area, x, line)]
-        return self._issue(line, asked, lambda: pieces.shared_reduce_scatter(line, parts, into, accumulate, op), kept=True)
+        cuts = tuple(bounds)
+        key = ("reduce_scatter", tuple(ranks), channel, cuts, x.dtype, self._shared(x), op, accumulate)
+        program = self._programs.get(key)
+        if program is None:
+            check(x, op)
+            line, area = self._line("all", key[1], channel), self._area(x, key[1])
+            if area is None:
+                program = pieces.reduce_scatter(line, cuts, x.dtype, accumulate, op)
+            else:
+                peers = self._peers(area, x, line, adds=True)
+                program = inplace.reduce_scatter(line, cuts, peers, x.dtype, accumulate, op, area.place(x))
+            self._keep(key, program)
+        return self._issue(program, x, into)
 
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Work:
         """Everybody's slice [bounds[i], bounds[i+1]) of x, in place: mine is there already. x: flat."""
-        line, area = self._line("all", ranks, channel), self._area(x, ranks)
-        asked = signature("all_gather", x.numel(), x.dtype, (*bounds, *self._place(area, x)))
-        if area is None:
-            return self._issue(line, asked, lambda: pieces.through_all_gather(line, x, bounds))
-        if area.common:
-            return self._issue(line, asked, lambda: pieces.one_memory(line, line.others))
-        return self._issue(line, asked, lambda: pieces.shared_all_gather(line, self._copies(area, x, line), bounds), kept=True)
+        cuts = tuple(bounds)
+        key = ("all_gather", tuple(ranks), channel, cuts, x.dtype, self._shared(x))
+        program = self._programs.get(key)
+        if program is None:
+            line, area = self._line("all", key[1], channel), self._area(x, key[1])
+            if area is None:
+                program = pieces.all_gather(line, cuts, x.dtype)
+            else:
+                program = inplace.all_gather(line, cuts, self._peers(area, x, line), x.dtype, area.place(x))
+            self._keep(key, program)
+        return self._issue(program, x, x)
 
     def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Work:
         """x of rank `source`, in place on every rank of the group. x: flat."""
-        line, area = self._line("all", ranks, channel), self._area(x, ranks)
-        first = line.ranks.index(source)
-        asked = signature("broadcast", x.numel(), x.dtype, (source, *self._place(area, x)))
-        if area is None:
-            return self._issue(line, asked, lambda: pieces.through_broadcast(line, x, first))
-        if area.common:
-            return self._issue(line, asked, lambda: pieces.one_memory(line, () if source == self.rank else (first,)))
-        return self._issue(line, asked, lambda: pieces.shared_broadcast(line, self._copies(area, x, line), first), kept=True)
+        key = ("broadcast", tuple(ranks), channel, x.numel(), x.dtype, self._shared(x), source)
+        program = self._programs.get(key)
+        if program is None:
+            line, area = self._line("all", key[1], channel), self._area(x, key[1])
+            first = line.ranks.index(source)
+            if area is None:
+                program = pieces.broadcast(line, x.numel(), x.dtype, first)
+            else:
+                program = inplace.broadcast(line, x.numel(), self._peers(area, x, line), x.dtype, first, area.place(x))
+            self._keep(key, program)
+        return self._issue(program, x, x)
 
     def send(self, x: Tensor, to: int, channel: int) -> Work:
         """x to rank `to`, which must `receive` on the same channel; messages of one pair and channel arrive in order. x: flat."""
-        line = self._line("pair", (self.rank, to), channel)
-        return self._issue(line, signature("send", x.numel(), x.dtype, ()), lambda: pieces.through_broadcast(line, x, 0))
+        return self._message(x, (self.rank, to), channel)
 
     def receive(self, x: Tensor, source: int, channel: int) -> Work:
         """The next message of rank `source` on this channel, into x. x: flat."""
-        line = self._line("pair", (source, self.rank), channel)
-        return self._issue(line, signature("send", x.numel(), x.dtype, ()), lambda: pieces.through_broadcast(line, x, 0))
+        return self._message(x, (source, self.rank), channel)
+
+    def _message(self, x: Tensor, pair: tuple[int, int], channel: int) -> Work:
+        key = ("message", pair, channel, x.numel(), x.dtype)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._keep(key, pieces.broadcast(self._line("pair", pair, channel), x.numel(), x.dtype, 0, "send"))
+        return self._issue(program, x, x)
 
     def barrier(self, ranks: Sequence[int], channel: int) -> Work:
         """Until all ranks of the group have come here."""
-        line = self._line("all", ranks, channel)
-        return self._issue(line, signature("barrier", 0, torch.uint8, ()), lambda: pieces.one_memory(line, line.others))
+        key = ("barrier", tuple(ranks), channel)
+        program = self._programs.get(key)
+        if program is None:
+            line = self._line("all", key[1], channel)
+            program = self._keep(key, barrier(line, line.others))
+        return self._issue(program, self._nothing, self._nothing)
+
+    def _keep(self, key: Hashable, program: Recipe) -> Recipe:
+        """Keep a program for calls that are alike."""
+        if len(self._programs) >= PROGRAMS:
+            self._programs.clear()
+        self._programs[key] = program
+        return program
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -222,36 +280,44 @@ class SharedMemory:
 
     def _meet(self, ranks: tuple[int, ...], files: Tensor, bytes_: int) -> None:
         """Exchange where memory is to be found."""
-        line = self._line("memory", ranks, 0)
-        asked = signature("memory", bytes_, torch.uint8, ())
-        bounds = range(0, len(files) + 1, 2)
-        self._issue(line, asked, lambda: pieces.through_all_gather(line, files, bounds)).wait()
+        program = pieces.all_gather(self._line("memory", ranks, 0), tuple(range(0, len(files) + 1, 2)), files.dtype)
+        program.asked = signature("memory", bytes_, torch.uint8, ())
+        self._issue(program, files, files).wait()
 
     def _forget(self, start: int) -> None:
         with self._lock:
             self._areas.pop(start, None)
             self._starts = sorted(self._areas)
+            self._programs.clear()  # they hold memory of peers, and what lies at these addresses later is something else
+
+    def _shared(self, x: Tensor) -> int:
+        """x's address, if it lies in memory that peers can read; else 0."""
+        if not self._starts:
+            return 0
+        address = x.data_ptr()
+        at = bisect_right(self._starts, address) - 1
+        return address if at >= 0 and address < self._areas[self._starts[at]].stop else 0
 
     def _area(self, x: Tensor, ranks: Sequence[int]) -> Area | None:
         """The area in which x lies, if all `ranks` can read it. To a rank alone all its memory is such an area."""
         if len(ranks) == 1:
-            return Area(0, x.data_ptr(), x.data_ptr() + 1, (self.rank,), (), False)
-        if not self._starts:
+            return Area(0, x.data_ptr(), x.data_ptr() + 1, (self.rank,), (torch.empty(0),), False)
+        address = self._shared(x)
+        if not address:
             return None
-        address = x.data_ptr()
-        at = bisect_right(self._starts, address) - 1
-        area = self._areas[self._starts[at]] if at >= 0 else None
-        return area if area is not None and address < area.stop and set(ranks) <= set(area.ranks) else None
+        area = self._areas[self._starts[bisect_right(self._starts, address) - 1]]
+        return area if set(ranks) <= set(area.ranks) else None
 
-    def _place(self, area: Area | None, x: Tensor) -> tuple[int, ...]:
-        """Where in shared memory x lies: the same on all ranks, or they would read something else."""
-        return (-1,) if area is None else (area.number, x.data_ptr() - area.start, area.common)
-
-    def _copies(self, area: Area, x: Tensor, line: Line) -> list[Tensor]:
-        """x of every rank of the line."""
+    def _peers(self, area: Area, x: Tensor, line: Line, adds: bool = False) -> list[Tensor]:
+        """x of every other rank of the line, and something empty at my place; nothing at all if there is one x for all."""
+        if area.common:
+            if adds:
+                raise ValueError("all ranks have one memory here: there are no parts to add")
+            return []
         low = x.data_ptr() - area.start
         high = low + x.numel() * x.dtype.itemsize
-        return [x if rank == self.rank else area.copies[area.ranks.index(rank)][low:high].view(x.dtype) for rank in line.ranks]
+        peers = (area.copies[area.ranks.index(rank)] for rank in line.ranks)
+        return [copy[low:high].view(x.dtype) if len(copy) else copy for copy in peers]
 
     # -- programs under way --------------------------------------------------------------------------------------------
 
@@ -263,16 +329,17 @@ class SharedMemory:
             line = self._lines[key] = Line(self.machine, key[1], f"{kind} of ranks {members} on channel {channel}", self.slot)
         return line
 
-    def _issue(self, line: Line, asked: int, make: Callable[[], pieces.Program], kept: bool = False) -> Work:
+    def _issue(self, program: Recipe, x: Tensor, into: Tensor) -> Work:
         """Begin as soon as the line's earlier works are done; with it everything else under way goes on."""
-        work = Work(self, line, asked, make, kept)
+        work = Work(self, program, x, into)
         with self._lock:
             if self._queues:
                 self._progress()
-            if line in self._queues:
-                self._queues[line].append(work)
-            elif not self._advance(line, queue := deque((work,))):
-                self._queues[line] = queue
+            queue = self._queues.get(work.line)
+            if queue:
+                queue.append(work)
+            elif not self._advance(work):
+                self._queues[work.line] = deque((work,))
         return work
 
     def _progress(self) -> bool:
@@ -280,37 +347,40 @@ class SharedMemory:
         moved = False
         for line, queue in list(self._queues.items()):
             before = line.count
-            if self._advance(line, queue):
-                del self._queues[line]
+            while queue and self._advance(queue[0]):
+                queue.popleft()
                 moved = True
+            if not queue:
+                del self._queues[line]
             moved |= line.count != before
         return moved
 
-    def _advance(self, line: Line, queue: deque[Work]) -> bool:
-        """Go on with the works of a line, in their order; whether none is left."""
-        while queue:
-            work = queue[0]
-            try:
-                if line in self._broken:
-                    raise self._broken[line]
-                if not line.open():
-                    return False
-                work.advance()
-                if not work.done:
-                    return False
-            except Exception as error:  # handed to whoever waits; what comes after it on this line would be out of step
-                self._broken[line] = work.error = error
-                work.done, work.program = True, None
-            queue.popleft()
-        return True
+    def _advance(self, work: Work) -> bool:
+        """Go on with the work whose turn it is on its line; whether it has come to its end."""
+        line = work.line
+        try:
+            if line in self._broken:
+                raise self._broken[line]
+            if not line.open():
+                return False
+            work.advance()
+        except Exception as error:  # handed to whoever waits; what comes after it on this line would be out of step
+            self._broken[line] = work.error = error
+            work.done = True
+        return work.done
 
-    def until(self, work: Work, there: Callable[[], bool]) -> None:
-        """Wait, and go on with everything under way meanwhile ([Note: serving while waiting])."""
+    def until(self, work: Work, read: bool = False) -> None:
+        """Wait until the work is done, and if `read`, until peers have read what was handed in. Meanwhile everything under way
+        goes on ([Note: serving while waiting])."""
+        line = work.line
+        for _ in range(self._looks):  # if it comes at once, nothing more need be done to wait for it
+            if line.reached(work.need):
+                break
         looks, idle_since, count, stuck_since, checked = 0, 0.0, -1, 0.0, 0.0
         while True:
             with self._lock:
                 moved = bool(self._queues) and self._progress()
-                if there() or work.error is not None:
+                if (work.done and (not read or line.reached(work.need))) or work.error is not None:
                     return
             looks = 0 if moved else looks + 1
             if looks <= self._looks:
@@ -318,8 +388,8 @@ class SharedMemory:
             now = time.monotonic()
             if looks == self._looks + 1:
                 idle_since = now
-            if work.line.count != count:
-                count, stuck_since, checked = work.line.count, now, now
+            if line.count != count:
+                count, stuck_since, checked = line.count, now, now
             if now > checked + CHECK:
                 checked = now
                 self._look_around(work, now - stuck_since)
