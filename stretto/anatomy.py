@@ -180,6 +180,10 @@ class Anatomy:
         """Training flops of one token; with recompute="none" these are the model flops that MFU counts."""
         return sum(part.flops_per_token(seq_len, recompute) for part in self.parts)
 
+    def work(self, seq_len: int, recompute: Recompute = "none") -> list[tuple[str, int, bool]]:
+        """(name, training flops of a token, whether it is a block) of each part: what pipeline stages are balanced by."""
+        return [(part.name, part.flops_per_token(seq_len, recompute), part.is_block) for part in self.parts]
+
     def saved_bytes(self, recompute: Recompute, bytes_per_element: int, rows: int, seq_len: int) -> int:
         """Bytes kept between forward and backward of `rows` sequences; logits and what the loss keeps are not in it."""
         return rows * seq_len * sum(part.saved_bytes_per_token(recompute, bytes_per_element) for part in self.parts)

@@ -9,7 +9,7 @@ from stretto.layout.mesh import Mesh
 from stretto.sections import DTYPE_BYTES, Batch, Checkpoint, Model, Precision, Profile
 
 #: Axes a Job may already name but no engine runs yet.
-LATER = ("pp", "cp", "ep")
+LATER = ("cp", "ep")
 
 
 def check_model(model: Model, seq_len: int) -> None:

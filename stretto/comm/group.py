@@ -20,7 +20,7 @@ from stretto.schedule.algorithms import program
 from stretto.schedule.collective import Program
 
 #: Who issues collectives in an order of their own. Within a lane all ranks of a group issue the same calls in the same order.
-LANES = ("reduce", "gather", "vote", "replicas", "user", "tensor", "program")
+LANES = ("reduce", "gather", "vote", "replicas", "user", "tensor", "stages", "program")
 
 
 class Entry(NamedTuple):
@@ -55,12 +55,13 @@ class Ledger:
 
     def bytes_sent(self, mesh: Mesh) -> int:
         """Payload bytes a rank sends for these calls by bandwidth-optimal collectives: a reduce-scatter or all-gather of S
-        bytes over n ranks sends (n-1)/n S, an all-reduce twice that (REFERENCE A2)."""
+        bytes over n ranks sends (n-1)/n S, an all-reduce twice that (REFERENCE A2); a message is sent once."""
         total = 0.0
         for entry, times in self:
             n = mesh.extent(*entry.axes)
             size = entry.elements * getattr(torch, entry.dtype).itemsize
-            total += times * size * (n - 1) / n * (2 if entry.collective == "all_reduce" else 1)
+            share = 1.0 if entry.collective == "send" else (n - 1) / n
+            total += times * size * share * (2 if entry.collective == "all_reduce" else 1)
         return round(total)
 
 
@@ -168,6 +169,16 @@ class Group:
 
     def _private(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(elements, dtype=dtype, device=self.world.device)
+
+    def send(self, x: Tensor, to: int, *, reason: str, lane: str = "stages") -> Pending:
+        """x to the group's member number `to`, which must `receive`; messages of one pair and lane arrive in order. x: flat, and not
+        to be written before wait()."""
+        self._write("send", x, reason)
+        return self.world.transport.send(x, self.ranks[to], self._channel(lane))
+
+    def receive(self, x: Tensor, source: int, *, lane: str = "stages") -> Pending:
+        """The next message of the group's member number `source`, into x. x: flat. Only the sender writes it to the ledger."""
+        return self.world.transport.receive(x, self.ranks[source], self._channel(lane))
 
     def objects(self, value: Any, *, reason: str) -> list[Any]:
         """Every member's picklable value, in group order. For rare, small things: reports, plans, agreement."""

@@ -206,25 +206,30 @@ def _copies(engine: Engine, truth: Mapping[str, Tensor]) -> dict[str, float]:
     found: dict[str, float] = {}
     floor = 1e-6 * math.sqrt(sum(float(b.double().norm()) ** 2 for b in truth.values()))
     floor = engine.everybody.objects(floor, reason="check")[0]
-    for group in engine.parallel.groups:
-        if group.cuts("param"):
+    parallel, mine = engine.parallel, iter(engine.parallel.groups)
+    for content in parallel.contents:  # of all stages: every rank hears of every tensor, and looks at those that it has
+        group = next(mine) if parallel.split.rank_of[content.stage] == parallel.pipeline.index else None
+        if group is not None and group.cuts("param"):
             group.gather("check")
             group.ready()
-        assert group.whole is not None
-        for slot in group.plan.slots:
-            place = group.places[slot.name]
-            right = torch.zeros(place.shape, dtype=group.precision.compute, device=group.device)
+        for number, (name, shape) in enumerate(content.tensors):
+            right = torch.zeros(shape, dtype=engine.precision.compute, device=engine.world.device)
             if truth:
-                right.copy_(truth[slot.name])
+                right.copy_(truth[name])
             engine.everybody.broadcast(right.view(-1), 0, reason="check").wait()
+            if group is None or group.whole is None:
+                continue
+            slot, place = group.plan.slots[number], group.places[name]
             a, b = group.whole[slot.start : slot.stop].view(slot.shape).double(), torch.empty(slot.shape, dtype=torch.float64)
             for there, here in place.layout.place(place.shape, engine.mesh, engine.world.rank):
                 b[here] = right[there].double().to(b.device)
-            found[slot.name] = float((a - b.to(a.device)).norm()) / max(float(b.norm()), floor, 1e-30)
-        if group.cuts("param"):
+            error = float((a - b.to(a.device)).norm()) / max(float(b.norm()), floor, 1e-30)
+            found[name] = max(found.get(name, 0.0), error, key=_badness)
+        if group is not None and group.cuts("param"):
             group.free()
     parts = engine.everybody.objects(found, reason="check")
-    return {name: max((part[name] for part in parts), key=_badness) for name in found}
+    names = {name for part in parts for name in part}
+    return {name: max((part[name] for part in parts if name in part), key=_badness) for name in sorted(names)}
 
 
 def _badness(error: float) -> float:

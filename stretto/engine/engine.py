@@ -18,25 +18,29 @@ from stretto.comm.transport import World
 from stretto.data.batch import Batch, count_targets, prepare_labels
 from stretto.data.loader import Loader
 from stretto.engine.evaluation import Metrics, evaluate
-from stretto.engine.look import bytes_held, whole_tensors
+from stretto.engine.look import bytes_held, whole_buffers, whole_tensors
 from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, next_token_loss
 from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
+from stretto.engine.passes import Passes, tie
 from stretto.engine.precision import LossScale
 from stretto.engine.runner import Culprit, StepReport
 from stretto.engine.saving import Saver
-from stretto.engine.underway import Underway
+from stretto.engine.underway import Finish, Underway
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
 from stretto.layout.mesh import AXES, Mesh
+from stretto.layout.stages import split_model
 from stretto.layout.zero import ZeroPolicy
 from stretto.models import library
+from stretto.models.stages import StagePlan, stage_plan
 from stretto.parallel.parallelize import Cut, parallelize, sum_over_tp
 from stretto.parallel.place import Fill
 from stretto.parallel.precision import Precision
 from stretto.schedule.action import Action, Schedule
-from stretto.schedule.pipelines import pipeline
-from stretto.schedule.step import training_step
+from stretto.schedule.pipelines import microbatches_of, pipeline
+from stretto.schedule.request import requested
+from stretto.schedule.step import forward_step
 
 #: The axes along which rows of a batch are shared.
 ROW_AXES = ("dp_replicate", "dp")
@@ -89,8 +93,11 @@ class Engine:
             plan,
             job.tensor.sequence,
         )
-        self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial)
-        self.walk = self.parallel.walk
+        keys, compiled = job.pipeline, job.compile.mode == "block"
+        step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)
+        self.stage_plan = StagePlan(()) if step.stages == 1 else stage_plan(model, job.batch.seq_len, job.recompute)
+        split = split_model(self.stage_plan.items, step.rank_of, keys.split)
+        self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, split)
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)
         self.tensors = self.parallel.tensors
@@ -114,12 +121,13 @@ class Engine:
         self.stopping = False
         self.loaders: list[Loader] = []
         self._trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._served_local = False
+        self.passes = Passes(self)
         self.do: dict[str, Callable[[Action], None]] = {
-            "F": self._forward,
-            "B": self._backward,
+            **self.passes.do,
             "REDUCE": self._reduce,
+            "TIE": self._tie,
             "VOTE": self._vote,
             "UPDATE": self._update,
         }
@@ -133,11 +141,26 @@ class Engine:
         """One optimizer step. batch: that of the whole job, the same on every rank, of which each rank takes its rows; with
         local=True this dp rank's own rows (None: it has none, and takes part with weight zero). Collective."""
         schedule = self._begin(batch, local)
-        for action in schedule.order[0]:
+        for action in schedule.order[self.parallel.pipeline.index]:
             self.watch(self.steps, str(action))
             with self.now.timeline.span(action):
                 self.do[action.kind](action)
         return self._report()
+
+    def _pipeline(self, microbatches: int) -> dict[str, Any]:
+        """Which schedule, in the words of schedule/pipelines.py."""
+        keys, ranks = self.job.pipeline, self.mesh["pp"]
+        count = microbatches_of(keys.schedule, ranks, microbatches)
+        return {"asked": keys.schedule, "ranks": ranks, "microbatches": count, "chunks": keys.chunks}
+
+    def schedule_of(self, microbatches: int, training: bool = True) -> Schedule:
+        """The step, or the evaluation, of that many microbatches: of more, some of them empty, where the schedule needs more."""
+        key = (microbatches, training)
+        if key not in self._schedules:
+            asked = self._pipeline(microbatches)
+            made = requested(**asked, tied=self.parallel.tied) if training else forward_step(pipeline(**asked))
+            self._schedules[key] = made
+        return self._schedules[key]
 
     def _begin(self, batch: Mapping[str, Any] | Batch | None, local: bool) -> Schedule:
         """This rank's microbatches, and the number of targets of the whole step where it can be known before."""
@@ -162,22 +185,27 @@ class Engine:
             self._same_rows(mine)
         if local:
             self._roll_call(mine, closing=False)
-        self.now.microbatches = mine.microbatches(count) if mine is not None else [None] * count
-        if count not in self._schedules:
-            self._schedules[count] = training_step(pipeline(self.job.pipeline.schedule, 1, count))
-        return self._schedules[count]
+        return self._ready(mine, count)
+
+    def _ready(self, mine: Batch | None, count: int) -> Schedule:
+        schedule = self.schedule_of(count)
+        self.now.microbatches = mine.microbatches(schedule.microbatches) if mine is not None else [None] * schedule.microbatches
+        self.now.finish = self._lose
+        order = schedule.order[self.parallel.pipeline.index]
+        self.now.lasts = {action.stage: action for action in order if action.kind in ("B", "W")}
+        return schedule
 
     def _same_rows(self, mine: Batch | None) -> None:
-        """Ranks that differ only along tp compute the same rows, so a loader that gives each rank its own is refused."""
-        if self.tensors.group.size == 1:
+        """Ranks that differ only along pp and tp compute the same rows, so a loader that gives each rank its own is refused."""
+        if self.mesh.extent("pp", "tp") == 1:
             return
         prints = self.everybody.objects(None if mine is None else mine.fingerprint(), reason="same rows")
         for rank, found in enumerate(prints):
-            first = self.mesh.group(rank, "tp")[0]
+            first = self.mesh.group(rank, "pp", "tp")[0]
             if found != prints[first]:
                 at = " ".join(f"{axis}={self.mesh.at(rank)[axis]}" for axis in ROW_AXES if self.mesh[axis] > 1) or "dp=0"
                 raise JobError(
-                    f"rank {rank} was given other rows than rank {first}, and both stand at {at}: ranks that differ only along tp take "
+                    f"rank {rank} was given other rows than rank {first}, and both stand at {at}: ranks that differ only along pp or tp take "
                     "the same rows; give each those of its dp coordinate (engine.loader does), or the whole batch to all"
                 )
 
@@ -191,49 +219,49 @@ class Engine:
 
     def _roll_call(self, mine: Batch | None, closing: bool) -> None:
         """Ranks with rows of their own tell how many targets they have, and whether they have come to their end."""
-        targets = count_targets(mine) if mine is not None and self.counts_targets and self.counts else 0
+        speaks = self.counts and self.parallel.pipeline.index == 0  # the ranks of a pipeline have the same rows
+        targets = count_targets(mine) if mine is not None and self.counts_targets and speaks else 0
         self.now.roll = torch.tensor([targets, float(closing)], dtype=torch.float64, device=self.world.device)
         self.now.roll_work = self.everybody.all_reduce(self.now.roll, reason="roll call", lane="vote")
         self._served_local = True
 
-    def _forward(self, action: Action) -> None:
-        microbatch = self.now.microbatches[action.microbatch or 0]
-        if microbatch is None or microbatch.rows == 0:
-            return
-        self.walk.begin_forward()
-        _, self.now.loss, count = self.run_forward(microbatch)
-        self.walk.end_forward()
-        self._add(self.now.loss, count, microbatch.rows)
-
-    def run_forward(self, microbatch: Batch, whole: bool = False) -> tuple[Any, Tensor, Tensor | float]:
-        """The model's output, its sum of losses and the number of targets. whole: somebody else looks at the output, so that logits
-        that would be cut over the vocabulary are joined first."""
-        microbatch = microbatch.to(self.world.device, self.precision.compute)
-        cut_loss = None if whole else self._cut_loss
-        stream = self.tensors.stream
-        stream.cuts_logits = cut_loss is not None
+    def forward_only(self, microbatches: Sequence[Batch | None], finish: Finish, *, whole: bool) -> None:
+        """Forwards through all stages, of which the last hands each output to `finish`. For evaluation: collective, without gradients.
+        whole: `finish` looks at the output itself, so that logits that would be cut over the vocabulary are joined first."""
+        schedule = self.schedule_of(len(microbatches), training=False)
+        kept, self.now = self.now, Underway(self.world.device, self.world.rank)
+        self.now.microbatches = [*microbatches, *[None] * (schedule.microbatches - len(microbatches))]
+        self.now.finish, self.now.whole = finish, whole
         try:
-            output = self.forward(self.model, microbatch)
+            with torch.no_grad():
+                for action in schedule.order[self.parallel.pipeline.index]:
+                    self.do[action.kind](action)
+            self.passes.boundary.settle()
         finally:
-            stream.cuts_logits = False
-            stream.forget()
-        return output, *(cut_loss or self.loss)(output, microbatch)
+            self.now = kept
 
-    def _backward(self, action: Action) -> None:
-        last = action.microbatch == len(self.now.microbatches) - 1
-        multiplier = self._multiplier()  # on a rank without rows too: every rank's update makes up for the same number
-        if self.now.loss is None:
-            self.walk.without_data(last)
-        else:
-            loss, self.now.loss = self.now.loss, None
-            self._run_backward(loss * multiplier, last)
-        self.memory.look()
+    def train(self, mode: bool = True) -> bool:
+        """Set all stages to training or evaluation; returns what they were."""
+        was = self.model.training
+        for module in (self.model, *(stage.model for stage in self.parallel.stages)):
+            module.train(mode)
+        return was
 
-    def _run_backward(self, loss: Tensor, last: bool) -> None:
-        self.walk.begin_backward(last)
-        if loss.requires_grad:
-            loss.backward()
-        self.walk.end_backward()
+    def _lose(self, output: Any, microbatch: Batch) -> Tensor:
+        """The loss of a microbatch, written to this step's sums."""
+        loss, count = self.criterion(output, microbatch)
+        self._add(loss, count, microbatch.rows)
+        return loss
+
+    @property
+    def cuts_logits(self) -> bool:
+        """Whether the model's output in the forward under way is this rank's part of the logits: nobody but the loss sees it."""
+        return self._cut_loss is not None and not self.now.whole
+
+    def criterion(self, output: Any, microbatch: Batch) -> tuple[Tensor, Tensor | float]:
+        """(sum of losses, number of targets) of the forward under way."""
+        loss = self._cut_loss if self._cut_loss is not None and self.cuts_logits else self.loss
+        return loss(output, microbatch)
 
     def _add(self, loss: Tensor, count: Tensor | float, rows: int) -> None:
         if not self.counts:
@@ -242,7 +270,7 @@ class Engine:
         self.now.sums[1] += count if isinstance(count, Tensor) else float(count)
         self.now.sums[2] += rows
 
-    def _multiplier(self) -> float:
+    def multiplier(self) -> float:
         """What the sum of losses is multiplied with before backward.
 
         1 / (targets of the whole step) where that is known; else, for a loss that tells its count only after the forward, a
@@ -260,7 +288,14 @@ class Engine:
         return self.now.before * (self.scale.scale if self.scale else 1.0)
 
     def _reduce(self, action: Action) -> None:
-        self.walk.reduce_rest()
+        """Start what is left to reduce of a stage; nobody waits before all stages are through."""
+        self.parallel.stage(action.stage).walk.reduce_rest()
+
+    def _settle(self) -> None:
+        """Wait for all reductions, once a step, then add the parts of all copies."""
+        if self.now.settled:
+            return
+        self.now.settled = True
         for group in self.parallel.groups:
             group.wait_reduced()
         for group in self.parallel.groups:
@@ -269,8 +304,14 @@ class Engine:
             group.wait_reduced()
         sum_over_tp(self.parallel)
 
+    def _tie(self, action: Action) -> None:
+        self._settle()
+        tie(self)
+
     def _vote(self, action: Action) -> None:
         """One sum over all ranks: loss, counts, squared norm, wish to stop; with it every rank comes to the same verdict."""
+        self._settle()
+        self.passes.boundary.settle()
         self.now.sums[3] = self._squared_norm()
         self.now.sums[4] = float(self.asked_to_stop())
         self.everybody.all_reduce(self.now.sums, reason="vote", lane="vote").wait()
@@ -287,7 +328,7 @@ class Engine:
         """Sum of squares over my part of the gradient; the parts of all ranks are the whole, once: copies speak only once."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for group in self.parallel.groups:
-            if group.trainable:
+            if group.trainable and not group.copied:
                 for part in group.counted_gradient():
                     total += torch.linalg.vector_norm(part).to(torch.float64) ** 2
         return total
@@ -309,7 +350,8 @@ class Engine:
             self._commit(factor)
         elif self.now.status == "skipped":
             self._blame()
-        self.walk.end_step()
+        for stage in self.parallel.stages:
+            stage.walk.end_step()
 
     def _commit(self, factor: float) -> None:
         clip = self.job.clip
@@ -380,10 +422,19 @@ class Engine:
     def backward(self, loss_sum: Tensor, count: Tensor | float) -> None:
         """Backward of a sum of losses over `count` targets of this rank, after one's own forward through `engine.model`.
         Any number of times before `update`, the same number on every rank. Collective where gradients are reduced each time."""
+        if self.parallel.split.stages > 1:
+            raise JobError(
+                f"engine.backward: the model is cut in {self.parallel.split.stages} pipeline stages, and a loop of one's own sees only its "
+                "rank's; call engine.step(batch), or write a mesh without pp"
+            )
         self._add(loss_sum, count, 0)
         self.watch(self.steps, "backward")
         self.now.before = 2.0 ** -round(math.log2(self.job.batch.size))
-        self._run_backward(loss_sum * self.now.before * (self.scale.scale if self.scale else 1.0), last=False)
+        walk, loss = self.parallel.stages[0].walk, loss_sum * self.now.before * (self.scale.scale if self.scale else 1.0)
+        walk.begin_backward(last=False)
+        if loss.requires_grad:
+            loss.backward()
+        walk.end_backward()
 
     def update(self) -> StepReport:
         """Reduce what `backward` has gathered, clip, and update: the gradient is that of all sums / all counts. Collective."""
@@ -432,23 +483,18 @@ class Engine:
     def full_state(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter and persistent buffer, whole and at full precision, one at a time: (name, CPU tensor) on rank 0,
         (name, None) on the others. Collective: all ranks must go through to the end."""
-        yield from whole_tensors(self.parallel, "state", lambda group: group.values(), self.world.rank)
-        kept = set(self.model.state_dict(keep_vars=True))
-        for name, buffer in self.model.named_buffers():
-            if name in kept:
-                yield name, buffer.detach().cpu().clone() if self.world.rank == 0 else None
+        yield from whole_tensors(self.parallel, "state", lambda group: group.values())
+        yield from whole_buffers(self.parallel)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every gradient, whole, as the update will see it but for clipping; between VOTE and UPDATE. Collective."""
         after = self._after()
-        yield from whole_tensors(
-            self.parallel, "gradients", lambda g: g.update_gradient() * after if g.trainable else None, self.world.rank
-        )
+        yield from whole_tensors(self.parallel, "gradients", lambda group: group.update_gradient() * after, trainable=True)
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes this rank holds, by kind, counted from live storages: parameters and gradients between steps, optimizer (master
         copy and moments), and buffers (gathered parameters, gradient buckets, the model's own buffers, counters)."""
-        return bytes_held(self.model, self.parallel, self.optimizer)
+        return bytes_held(self.parallel, self.optimizer)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -471,8 +517,7 @@ class Engine:
         self.now.roll_work = None
         if self.counts_targets:
             self.now.expected = int(self.now.roll[0].item())
-        self.now.microbatches = [None] * count
-        for action in training_step(pipeline(self.job.pipeline.schedule, 1, count)).order[0]:
+        for action in self._ready(None, count).order[self.parallel.pipeline.index]:
             self.do[action.kind](action)
         self._report()
 

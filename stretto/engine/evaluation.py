@@ -22,35 +22,28 @@ def evaluate(engine: Engine, batches: Iterable[Mapping[str, Any] | Batch], metri
 
     A rank without rows takes part in what the others gather. NaN where nothing was counted.
     """
-    was_training = engine.model.training
-    engine.model.eval()
     sums: dict[str, list[float]] = {}
+
+    def measure(output: Any, microbatch: Batch) -> None:
+        found = {"loss": engine.criterion(output, microbatch)} | dict(metrics(output, microbatch) if metrics else {})
+        for name, (value, number) in found.items():
+            old = sums.setdefault(name, [0.0, 0.0])
+            old[0] += float(value)
+            old[1] += float(number)
+
+    was_training = engine.train(False)
     try:
-        with torch.no_grad():
-            for mine, count in _rounds(engine, batches, local):
-                for microbatch in mine.microbatches(count) if mine is not None else [None] * count:
-                    _one(engine, microbatch, metrics, sums)
+        for mine, count in _rounds(engine, batches, local):
+            engine.forward_only(mine.microbatches(count) if mine is not None else [None] * count, measure, whole=metrics is not None)
     finally:
-        engine.model.train(was_training)
+        engine.train(was_training)
     total: dict[str, list[float]] = {}
-    for part in engine.rows.objects(sums, reason="evaluation"):
+    for part in engine.everybody.objects(sums, reason="evaluation"):
         for name, (value, number) in part.items():
             old = total.setdefault(name, [0.0, 0.0])
             old[0] += value
             old[1] += number
     return {name: value / number if number else float("nan") for name, (value, number) in sorted(total.items())}
-
-
-def _one(engine: Engine, microbatch: Batch | None, metrics: Metrics | None, sums: dict[str, list[float]]) -> None:
-    engine.walk.begin_forward()
-    if microbatch is not None and microbatch.rows:
-        output, loss, count = engine.run_forward(microbatch, whole=metrics is not None)
-        found = {"loss": (loss, count)} | dict(metrics(output, microbatch) if metrics else {})
-        for name, (value, number) in found.items():
-            old = sums.setdefault(name, [0.0, 0.0])
-            old[0] += float(value)
-            old[1] += float(number)
-    engine.walk.end_forward()
 
 
 def _rounds(engine: Engine, batches: Iterable[Mapping[str, Any] | Batch], local: bool) -> Iterable[tuple[Batch | None, int]]:

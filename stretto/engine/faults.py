@@ -78,7 +78,12 @@ def lost_microbatch(spot: Spot) -> None:
         before[:] = [grad.clone() if spot.number in group._touched else torch.zeros_like(grad)]
 
     group.begin_backward = remember  # type: ignore[method-assign]
-    _before_reduction(spot, lambda grad: grad.copy_(before[0]) if spot.engine.walk._last else None)
+    _before_reduction(spot, lambda grad: grad.copy_(before[0]) if _last(spot) else None)
+
+
+def _last(spot: Spot) -> bool:
+    """Whether this is the last backward of the stage in this step."""
+    return any(stage.walk._last for stage in spot.engine.parallel.stages if spot.group in stage.walk.groups)
 
 
 def skipped_update(spot: Spot) -> None:
@@ -184,6 +189,9 @@ def inject(engine: Engine, asked: str) -> None:
                     raise JobError(f"--inject {asked}: {name} is frozen, so its step cannot be broken; name a trainable parameter")
                 FAULTS[fault](Spot(engine, group, index, kept))
                 return
+    for content in engine.parallel.contents:
+        if any(name in engine.parallel.aliases[kept] for kept, _ in content.tensors):
+            return  # another pipeline stage has it, and breaks it
     known = [n for names in engine.parallel.aliases.values() for n in names]
     near = difflib.get_close_matches(name, known, n=1)
     raise JobError(f"--inject {asked}: the model has no parameter {name!r}; write for example {fault}@{near[0] if near else known[0]}")

@@ -7,27 +7,33 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from stretto.parallel.boundary import receive_whole, send_whole
 from stretto.parallel.parallelize import Parallel
 from stretto.parallel.place import Place
 from stretto.parallel.sharded import ShardedGroup
 
 
 def whole_tensors(
-    parallel: Parallel, reason: str, part: Callable[[ShardedGroup], Tensor | None], rank: int
+    parallel: Parallel, reason: str, part: Callable[[ShardedGroup], Tensor], *, trainable: bool = False
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensors whose parts `part` gives of each group (None: leave the group out), joined, one at a time, under every name
-    they have: on the CPU of rank 0, None elsewhere. Collective."""
-    for group in parallel.groups:
-        mine = part(group)
-        if mine is None:
+    """The tensors whose parts `part` gives of each group (of trainable ones only, if so asked), joined, one at a time, under every
+    name they have: on the CPU of rank 0, None elsewhere. Collective, over all stages."""
+    mine = iter(parallel.groups)
+    for content in parallel.contents:
+        group = next(mine) if parallel.split.rank_of[content.stage] == parallel.pipeline.index else None
+        if content.copied or (trainable and not content.trainable):
             continue
-        buffer = group.whole_of(mine, reason)
-        for slot in group.plan.slots:
-            whole = over_tp(parallel, slot.name, group.places[slot.name], buffer[slot.start : slot.stop].view(slot.shape), reason)
-            for name in parallel.aliases[slot.name]:
-                yield name, whole.cpu().clone() if rank == 0 else None
+        whole = None if group is None else group.whole_of(part(group), reason)
+        slots = group.plan.slots if group is not None else [None] * len(content.tensors)
+        for (name, _), slot in zip(content.tensors, slots, strict=True):
+            tensor = None
+            if group is not None and whole is not None and slot is not None:
+                tensor = over_tp(parallel, name, group.places[name], whole[slot.start : slot.stop].view(slot.shape), reason)
+            found = _to_rank_0(parallel, content.stage, tensor, reason)
+            for alias in parallel.aliases[name]:
+                yield alias, None if found is None else found.cpu().clone()
 
 
 def over_tp(parallel: Parallel, name: str, place: Place, mine: Tensor, reason: str) -> Tensor:
@@ -47,17 +53,41 @@ def over_tp(parallel: Parallel, name: str, place: Place, mine: Tensor, reason: s
     return whole
 
 
-def bytes_held(model: nn.Module, parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def whole_buffers(parallel: Parallel) -> Iterator[tuple[str, Tensor | None]]:
+    """Persistent buffers, as `whole_tensors` gives parameters: each from the first stage that has it."""
+    for number, names in enumerate(parallel.buffers):
+        here = parallel.split.rank_of[number] == parallel.pipeline.index
+        found = dict(parallel.stage(number).model.named_buffers()) if here else {}
+        for name in names:
+            buffer = _to_rank_0(parallel, number, found.get(name), "state")
+            yield name, None if buffer is None else buffer.detach().cpu().clone()
+
+
+def _to_rank_0(parallel: Parallel, stage: int, tensor: Tensor | None, reason: str) -> Tensor | None:
+    """What a stage's ranks have, on rank 0; None elsewhere. Of the ranks that have it, the one in the pipeline of rank 0 sends."""
+    stages, holder = parallel.pipeline, parallel.split.rank_of[stage]
+    if 0 not in stages.ranks:
+        return None
+    if stages.index == holder and holder != 0:
+        assert tensor is not None
+        send_whole(stages, tensor, 0, f"{reason} of stage {stage}")
+    if stages.index != 0:
+        return None
+    return tensor if holder == 0 else receive_whole(stages, holder)
+
+
+def bytes_held(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """See Engine.bytes_held."""
     groups, rooms = parallel.groups, parallel.rooms
     state = [] if optimizer is None else [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
     masters = [group.master for group in groups if group.separate_master]
     passing = [slot for room in rooms for slot in room.slots] + [t for group in groups for t in group.temporary()]
+    buffers = [buffer for stage in parallel.stages for buffer in stage.model.buffers()]
     return {
         "parameters": live_bytes([group.held for group in groups]),
         "gradients": live_bytes([group.grad for group in groups if group.trainable]),
         "optimizer": live_bytes([*masters, *(t for t in state if t.numel() > 1)]),
-        "buffers": live_bytes([*passing, *model.buffers(), *(t for t in state if t.numel() <= 1)]),
+        "buffers": live_bytes([*passing, *buffers, *(t for t in state if t.numel() <= 1)]),
     }
 
 

@@ -24,6 +24,8 @@ from stretto.engine.sample import write
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.models import library
+from stretto.schedule.step import unit_cost
+from stretto.schedule.timeline import simulate
 
 Emit = Callable[[dict[str, Any]], None]
 #: Tokens looked at for the text's entropy, and written by the model before and after.
@@ -55,7 +57,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
             job = _with_length(asked, feed)
             engine.total_steps = job.schedule.steps or job.total_steps() or 1
         profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks), world.rank)
-        emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world)]})
+        emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world), *_stages(engine)]})
         prompt = _prompt(source, loaded, job)
         if prompt and isinstance(source, Tokens):
             emit({"kind": "entropy", "nats": bigram_entropy(source.stream.read(0, min(len(source.stream), ENTROPY_TOKENS)).tolist())})
@@ -198,6 +200,19 @@ def _where(world: World) -> str:
     why = f" ({world.why})" if world.why else ""
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks over {world.transport.name}{why}"
     return f"{ranks} on {world.device.type}"
+
+
+def _stages(engine: Engine) -> list[str]:
+    """How the model is cut in pipeline stages, and what that leaves idle."""
+    if engine.mesh["pp"] == 1:
+        return []
+    schedule, split = engine.schedule_of(engine.job.microbatches), engine.parallel.split
+    foretold = simulate(schedule, unit_cost)
+    idle = sum(foretold.bubble(rank) for rank in range(schedule.ranks)) / (foretold.seconds * schedule.ranks)
+    return [
+        f"{schedule.name} of {schedule.microbatches} microbatches: ranks idle {idle:.0%} of a step, if stages take equally long",
+        f"stages: {split}",
+    ]
 
 
 def _held(engine: Engine) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,18 +19,20 @@ def write(engine: Engine, prompt: list[int], length: int, *, seed: int = 0, temp
     Collective: every rank runs the same forwards on the same tokens. No cache of keys and values: for a look, not for serving.
     """
     generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    was_training = engine.model.training
-    engine.model.eval()
+    tokens, drawn = list(prompt), torch.zeros(1, dtype=torch.int64, device=engine.world.device)
+    last = engine.parallel.split.rank_of[-1]
+
+    def draw(output: Any, _: Batch) -> None:
+        odds = (logits_of(output)[0, -1].float().cpu() / temperature).softmax(-1)
+        drawn.copy_(torch.multinomial(odds, 1, generator=generator))
+
+    was_training = engine.train(False)
     try:
-        with torch.no_grad():
-            for _ in range(length):
-                row = torch.tensor([tokens[-context:]], device=engine.world.device)
-                engine.walk.begin_forward()
-                output = engine.forward(engine.model, Batch.of({"input_ids": row}))
-                engine.walk.end_forward()
-                odds = (logits_of(output)[0, -1].float().cpu() / temperature).softmax(-1)
-                tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
+        for _ in range(length):
+            row = torch.tensor([tokens[-context:]], device=engine.world.device)
+            engine.forward_only([Batch.of({"input_ids": row})], draw, whole=True)
+            engine.parallel.pipeline.broadcast(drawn, last, reason="text").wait()
+            tokens.append(int(drawn))
     finally:
-        engine.model.train(was_training)
+        engine.train(was_training)
     return tokens

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
-from stretto.anatomy import DECODERS
+from stretto.anatomy import DECODERS, Anatomy
 from stretto.checkpoint.shelf import Keep, Resume
 from stretto.comm.environment import Seat, seat
 from stretto.draw.curve import text_curve
@@ -26,6 +26,8 @@ from stretto.launch.resuming import check_there_is_one, job_of_run, place_of_che
 from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, holds_a_run, refuse_a_run
 from stretto.launch.worker import Event, Rank
 from stretto.layout.mesh import Mesh
+from stretto.layout.stages import Item, split_model
+from stretto.schedule.request import requested
 
 
 class Ready(NamedTuple):
@@ -50,7 +52,18 @@ class Ready(NamedTuple):
 def ready(job: Job, own_model: bool = False) -> Ready:
     """The job resolved on this machine, on as many ranks as were started, or as its mesh says. Raises JobError."""
     here, found = seat(os.environ), devices()
-    return Ready(job.resolve(here.ranks if here else None, found.kind, found.visible, own_model=own_model), here, found)
+    resolved = job.resolve(here.ranks if here else None, found.kind, found.visible, own_model=own_model)
+    check_pipeline(resolved, own_model)
+    return Ready(resolved, here, found)
+
+
+def check_pipeline(job: Job, own_model: bool = False) -> None:
+    """Refuse a pipeline that a resolved job cannot have, before there are ranks."""
+    ranks, keys = Mesh.parse(job.mesh)["pp"], job.pipeline
+    step = requested(keys.schedule, ranks, job.microbatches, keys.chunks, compiled=job.compile.mode == "block")
+    if job.model.name in DECODERS and not own_model:
+        anatomy = Anatomy.of_decoder(DECODERS[job.model.name].with_(job.model.sizes()))
+        split_model([Item(*part) for part in anatomy.work(job.batch.seq_len, job.recompute)], step.rank_of, keys.split)
 
 
 def train(

@@ -117,11 +117,14 @@ class Call(NamedTuple):
     reason: str
 
 
-def calls(policy: ZeroPolicy, groups: tuple[GroupFacts, ...], microbatches: int, replicas: int = 1, shards: int = 1) -> list[Call]:
+def calls(
+    policy: ZeroPolicy, groups: tuple[GroupFacts, ...], microbatches: int, replicas: int = 1, shards: int = 1, pipelined: bool = False
+) -> list[Call]:
     """Every ZeRO collective of one whole training step, in the order in which each lane issues it.
 
     groups: in the order of the forward pass. elements: of the whole buffer that is reduced or gathered; for the replicas'
-    all-reduce of a shard, of that shard (even cuts). REFERENCE B9 follows by adding these up.
+    all-reduce of a shard, of that shard (even cuts). pipelined: other microbatches and stages run between a microbatch's forward
+    and its backward, so that kept groups are gathered for each of the two. REFERENCE B9 follows by adding these up.
     """
     out: list[Call] = []
 
@@ -139,7 +142,7 @@ def calls(policy: ZeroPolicy, groups: tuple[GroupFacts, ...], microbatches: int,
             if policy.does("before_forward", ("all_gather", "param")) and group.name not in gathered:
                 add("all_gather", "param", group, "before_forward")
                 gathered.add(group.name)
-            if policy.does("after_forward", ("free", "param")) and policy.params == "microbatch" and not group.kept:
+            if policy.does("after_forward", ("free", "param")) and policy.params == "microbatch" and not (group.kept and not pipelined):
                 gathered.discard(group.name)
         for group in reversed(groups):
             if policy.does("before_backward", ("all_gather", "param")) and group.name not in gathered:

@@ -1,4 +1,4 @@
-"""parallelize: from a model and a job to sharded groups, in the one order in which cuts can be made."""
+"""parallelize: from a model and a job to stages of sharded groups, in the one order in which cuts can be made."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from stretto.comm.group import Group, Ledger
 from stretto.comm.transport import World
 from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
+from stretto.layout.stages import Split
 from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
 from stretto.parallel import recompute, rules, tensor
 from stretto.parallel.flat import Granularity
 from stretto.parallel.place import Fill, Place, fill_parts
 from stretto.parallel.precision import Precision
 from stretto.parallel.sharded import Room, ShardedGroup
+from stretto.parallel.stages import StageModel, homes, let_go, stage_model, tied_stages
 from stretto.parallel.units import Unit, block_list, units_of
 from stretto.parallel.walk import Stop, Walk
 from stretto.parallel.weights import write_directly
@@ -44,34 +46,71 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """A cut model: its walk, its tensor parallelism, and names that mean the same parameter (tied weights), by the name that is
-    kept."""
+class Stage:
+    """One pipeline stage of this rank. first, last: of the whole model. tied: the groups of which other stages have a copy."""
 
+    number: int
+    model: nn.Module
     walk: Walk
+    first: bool
+    last: bool
+    tied: tuple[ShardedGroup, ...]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a group of some stage holds, known on all ranks: the names and shapes of its tensors."""
+
+    stage: int
+    trainable: bool
+    copied: bool
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A cut model: this rank's stages, and names that mean the same parameter (tied weights), by the name that is kept.
+
+    contents: of every group of all stages, in the order of the model; those of this rank's stages are `groups`, in that order.
+    buffers: for each stage, the names of persistent buffers that no earlier stage has.
+    """
+
+    split: Split
+    stages: tuple[Stage, ...]
     groups: tuple[ShardedGroup, ...]
     rooms: tuple[Room, ...]
     aliases: dict[str, tuple[str, ...]]
+    tied: tuple[int, ...]
+    contents: tuple[Content, ...]
+    buffers: tuple[tuple[str, ...], ...]
     shard: Group
     replicas: Group
+    pipeline: Group
     tensors: tensor.Tensors
 
+    def stage(self, number: int) -> Stage:
+        """This rank's stage of that number."""
+        return next(stage for stage in self.stages if stage.number == number)
 
-def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Ledger, initial: Fill | None) -> Parallel:
+
+def parallelize(
+    model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Ledger, initial: Fill | None, split: Split | None = None
+) -> Parallel:
     """Cut `model` in place. initial: gives a named parameter's first values, asked only for what this rank holds (a model on
-    the meta device needs it); None: rank 0's values are everybody's.
+    the meta device needs it); None: rank 0's values are everybody's. split: its pipeline stages; None: one.
 
-    Order: tensor rules cut weights, recompute wraps the blocks' forwards, then compile, then units and groups, and values last:
-    a model on the meta device never exists whole on a rank that cuts parameters.
+    Order: tensor rules cut weights, recompute wraps the blocks' forwards, then compile, then stages, then units and groups, and
+    values last: a model on the meta device never exists whole on a rank that has a part of it.
     """
+    split = split or Split((), (0, 0), (0,))
     _refuse_batch_norm(model, mesh)
     _, blocks = block_list(model)
     aliases = _aliases(model)
-    own: dict[str, nn.Parameter] = {}
+    own: dict[str, Tensor] = {}
     if initial is None:
         _check_real(model)
         _same_on_all_ranks(model, world, mesh)
-        own = dict(model.named_parameters())
+        own = {name: param.data for name, param in model.named_parameters()}
         initial = _from(own)
     compiled = cut.compile_backend is not None
     tensors = _cut_tensors(model, cut, mesh, Group(world, mesh, ("tp",), ledger))
@@ -80,22 +119,35 @@ def parallelize(model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Le
     if cut.compile_backend is not None:
         _compile(blocks, cut.compile_backend)
     _leave_meta(model, world.device)
-    units = units_of(model, regular=cut.regular, keep=cut.keep)
+    where = homes(model, split)
+    pipeline = Group(world, mesh, ("pp",), ledger)
+    parts = [stage_model(model, split, number, where) for number, rank in enumerate(split.rank_of) if rank == pipeline.index]
+    kept = {name: first for first, names in aliases.items() for name in names}
     shard = Group(world, mesh, SHARD_AXES, ledger)
     replicas = Group(world, mesh, REPLICATE_AXES, ledger)
     summed = shard if cut.policy.reduction == "reduce_scatter" else Group(world, mesh, REPLICATE_AXES + SHARD_AXES, ledger)
-    stops = [Stop(i, unit, _groups(unit, cut, summed, replicas, tensors.places)) for i, unit in enumerate(units)]
-    rooms = _assign_rooms(stops, cut)
-    for stop in stops:
-        for group in stop.groups:
+    stops: list[list[Stop]] = []
+    for part in parts:
+        _to_device(part.module, world.device)
+        tied = part.tied.values()
+        units = units_of(part.module, regular=cut.regular, keep=cut.keep, tied=tied)
+        stops.append([Stop(i, unit, _groups(unit, cut, summed, replicas, kept, tensors.places)) for i, unit in enumerate(units)])
+    rooms = _assign_rooms([stop for mine in stops for stop in mine], cut)
+    stages = []
+    for part, mine in zip(parts, stops, strict=True):
+        for group in (group for stop in mine for group in stop.groups):
             group.allocate(initial)
             for name in group.names:
-                own.pop(name, None)  # read, and let go
-    _move_buffers(model, world.device, cut.precision)
-    walk = Walk(model, stops, cut.policy, world.rank, watch_inside=cut.compile_backend is None)
-    if cut.compile_backend is None:  # a compiled backward is one kernel after another, with no place for a layer's own
-        write_directly(model, walk)
-    return Parallel(walk, walk.groups, rooms, aliases, shard, replicas, tensors)
+                if len(where[name]) == 1:  # else another stage of this rank may read it too
+                    own.pop(name, None)  # read, and let go
+        _move_buffers(part.module, world.device, cut.precision)
+        stages.append(_stage(part, mine, cut, world, split, where))
+    groups = tuple(group for stage in stages for group in stage.walk.groups)
+    let_go(model, [param for group in groups for param in group.params])
+    contents, buffers = _contents(stages, pipeline, split)
+    return Parallel(
+        split, tuple(stages), groups, rooms, aliases, tied_stages(where), contents, buffers, shard, replicas, pipeline, tensors
+    )
 
 
 def sum_over_tp(parallel: Parallel) -> None:
@@ -125,11 +177,44 @@ def _cut_tensors(model: nn.Module, cut: Cut, mesh: Mesh, group: Group) -> tensor
     return tensor.cut(model, rules.resolve(model, cut.plan, group.size, cut.sequence), mesh, group, gathers_again=again)
 
 
-def _groups(unit: Unit, cut: Cut, shard: Group, replicas: Group, places: Mapping[str, Place]) -> list[ShardedGroup]:
-    """One group of the unit's trainable parameters, one of its frozen ones: a group is reduced and updated as a whole."""
+def _stage(part: StageModel, stops: Sequence[Stop], cut: Cut, world: World, split: Split, where: Mapping[str, Sequence[int]]) -> Stage:
+    eager = cut.compile_backend is None
+    walk = Walk(part.module, stops, cut.policy, world.rank, watch_inside=eager, pipelined=split.stages > 1)
+    if eager:  # a compiled backward is one kernel after another, with no place for a layer's own
+        write_directly(part.module, walk)
+    tied = tuple(group for group in walk.groups if group.names[0] in part.tied)
+    for group in tied:
+        group.copied = where[group.names[0]][0] != part.number
+    return Stage(part.number, part.module, walk, part.number == 0, part.number == split.stages - 1, tied)
+
+
+def _contents(stages: Sequence[Stage], pipeline: Group, split: Split) -> tuple[tuple[Content, ...], tuple[tuple[str, ...], ...]]:
+    """What all stages hold. Collective over pp."""
+    mine: dict[int, tuple[list[Content], list[str]]] = {}
+    for stage in stages:
+        contents = [
+            Content(stage.number, group.trainable, group.copied, tuple((name, place.shape) for name, place in group.places.items()))
+            for group in stage.walk.groups
+        ]
+        persistent = stage.model.state_dict(keep_vars=True)
+        mine[stage.number] = contents, [name for name, _ in stage.model.named_buffers() if name in persistent]
+    found = {number: content for part in pipeline.objects(mine, reason="stages") for number, content in part.items()}
+    told: set[str] = set()
+    buffers = []
+    for number in range(split.stages):
+        buffers.append(tuple(name for name in found[number][1] if name not in told))
+        told.update(found[number][1])
+    return tuple(content for number in range(split.stages) for content in found[number][0]), tuple(buffers)
+
+
+def _groups(
+    unit: Unit, cut: Cut, shard: Group, replicas: Group, kept: Mapping[str, str], places: Mapping[str, Place]
+) -> list[ShardedGroup]:
+    """One group of the unit's trainable parameters, one of its frozen ones: a group is reduced and updated as a whole. kept: the
+    name by which the whole model knows a parameter."""
     groups = []
     for trainable, label in ((True, ""), (False, " (frozen)")):
-        params = [(name, p) for name, p in unit.params if p.requires_grad is trainable]
+        params = [(kept[name], p) for name, p in unit.params if p.requires_grad is trainable]
         if params:
             params.sort(key=lambda named: _order(places[named[0]]))
             groups.append(
@@ -230,11 +315,11 @@ def _same_on_all_ranks(model: nn.Module, world: World, mesh: Mesh) -> None:
                 tensor.data.copy_(flat.view(tensor.shape))
 
 
-def _from(params: Mapping[str, nn.Parameter]) -> Fill:
+def _from(values: Mapping[str, Tensor]) -> Fill:
     """A Fill that reads a real model's own values."""
 
     def fill(name: str, start: int, out: Tensor) -> None:
-        out.copy_(params[name].data.reshape(-1)[start : start + out.numel()])
+        out.copy_(values[name].reshape(-1)[start : start + out.numel()])
 
     return fill
 
@@ -249,8 +334,12 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
                     empty = torch.zeros((), dtype=param.dtype, device=device).expand(param.shape)
                     real[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
                 module._parameters[name] = real[id(param)]
-            elif param.device != device:
-                param.data = param.data.to(device)
+
+
+def _to_device(model: nn.Module, device: torch.device) -> None:
+    for param in model.parameters():
+        if param.device != device:
+            param.data = param.data.to(device)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:

@@ -103,6 +103,10 @@ class ShardedGroup:
         self._missed: set[int] = set()  # and then the reduction went without them
         self._touched: set[int] = set()
         self._local_norms: list[tuple[int, Tensor]] = []
+        #: Where gradients of parameters wait in a backward that is split in halves; None: they are added at once.
+        self.postponed: list[Callable[[], None]] | None = None
+        #: Whether another stage counts and saves these parameters (a tied weight's copy).
+        self.copied = False
         self.resident = not self.cuts("param")
         self.whole: Tensor | None = None
         self.bucket: Tensor | None = None
@@ -267,7 +271,9 @@ class ShardedGroup:
     def _accumulate(self, i: int) -> None:
         """Autograd is through with parameter i in this backward: add what it brings, if its layers have not written it themselves."""
         grad, self.params[i].grad = self.params[i].grad, None
-        if grad is not None:
+        if grad is not None and self.postponed is not None:
+            self.postponed.append(lambda: self._add(i, grad))
+        elif grad is not None:
             self._add(i, grad)
         if i in self._pending:
             self._pending.discard(i)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from stretto.errors import JobError
 
-#: The unit of parameters that are nowhere known to run once.
-REST = "rest"
+#: The unit of parameters that are nowhere known to run once, and that of those which another stage has a copy of.
+REST, TIED = "rest", "tied"
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ def block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return best[1], best[2]
 
 
-def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[str] = ()) -> list[Unit]:
+def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[str] = (), tied: Collection[nn.Parameter] = ()) -> list[Unit]:
     """Cut the model's parameters into units, those that are kept first, then in the order in which they run.
 
     regular: names of modules outside the blocks that are known to run exactly once a forward, in order; neighbours share a
     unit. keep: patterns of module or parameter names; all parameters inside are kept. A parameter that several units share
-    (tied weights, a module that stands in several places; found by identity) is kept.
+    (tied weights, a module that stands in several places; found by identity) is kept. tied: parameters of which another stage
+    has a copy; they are a unit of their own, so that both are cut alike, and are kept.
     """
+    apart = {id(param) for param in tied}
     regions = _regions(model, set(regular))
     homes = {place: name for name, modules in regions.items() for place in modules}
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -57,7 +59,7 @@ def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[st
             around = _around(f"{place}.{leaf}" if place else leaf)
             matching = {pattern for pattern in keep for name in around if fnmatch.fnmatch(name, pattern)}
             idle -= matching
-            unit = REST if matching else next((homes[name] for name in around if name in homes), REST)
+            unit = TIED if id(param) in apart else REST if matching else next((homes[name] for name in around if name in homes), REST)
             owners.setdefault(param, []).append(module)
             names.setdefault(param, around[0])
             units_of_param.setdefault(param, set()).add(unit)
@@ -69,9 +71,10 @@ def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[st
         found = units_of_param[param]
         members.setdefault(REST if len(found) > 1 else found.pop(), []).append((name, param))
     units = []
-    if REST in members:
-        users = tuple(dict.fromkeys(owner for _, param in members[REST] for owner in owners[param]))
-        units.append(Unit(REST, users, tuple(members[REST]), regular=False))
+    for kept in (REST, TIED):
+        if kept in members:
+            users = tuple(dict.fromkeys(owner for _, param in members[kept] for owner in owners[param]))
+            units.append(Unit(kept, users, tuple(members[kept]), regular=False))
     return units + [
         Unit(name, tuple(modules.values()), tuple(members[name]), regular=True) for name, modules in regions.items() if name in members
     ]

@@ -40,7 +40,7 @@ class Stop:
         return all(group.resident for group in self.groups)
 
     def rooms(self) -> list[ShardedGroup]:
-        """Other groups that lie in the slots this stop's groups need."""
+        """Other groups, perhaps of another walk, that lie in the slots this stop's groups need."""
         users = [group.param_room[0].user[group.param_room[1]] for group in self.groups if group.param_room]
         return [user for user in users if user is not None and user not in self.groups]
 
@@ -48,13 +48,15 @@ class Stop:
 class Walk:
     """See the module. `step` and `rank` are only for messages."""
 
-    def __init__(self, model: nn.Module, stops: Sequence[Stop], policy: ZeroPolicy, rank: int, *, watch_inside: bool = True) -> None:
-        self.stops, self.policy, self.rank = tuple(stops), policy, rank
+    def __init__(
+        self, model: nn.Module, stops: Sequence[Stop], policy: ZeroPolicy, rank: int, *, watch_inside: bool = True, pipelined: bool = False
+    ) -> None:
+        """pipelined: other microbatches and stages run between a microbatch's forward and its backward, and nothing stays gathered."""
+        self.stops, self.policy, self.rank, self.pipelined = tuple(stops), policy, rank, pipelined
         self.groups = tuple(group for stop in stops for group in stop.groups)
         self.step = 0
         self.phase = "idle"
-        #: Weight gradients that are still to be computed, where a schedule splits the backward; None: they are computed at once.
-        self.postponed: list[Callable[[], None]] | None = None
+        self._splitting = False  # this backward leaves the weight gradients for later
         self._next = 0
         self._gathered: set[int] = set()
         self._reduce_at = -1
@@ -91,7 +93,7 @@ class Walk:
 
     def _enter_root(self) -> None:
         if self.phase == "idle":
-            self.begin_forward()
+            self._open()
             self._root_depth = 1
         elif self._root_depth:
             self._root_depth += 1
@@ -131,6 +133,16 @@ class Walk:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
+        """The next microbatch's; `straight` is about it alone."""
+        self._at, self._straight = (-1, -1), True
+        self._open()
+
+    @property
+    def straight(self) -> bool:
+        """Whether each module has run at most once and in order since begin_forward, or since the last backward."""
+        return self._straight
+
+    def _open(self) -> None:
         self.phase = "forward"
         self._next = 0
         for stop in self.stops:
@@ -141,7 +153,8 @@ class Walk:
         if self._cut:
             self._gather_up_to(len(self.stops) - 1)
             for stop in self.stops:
-                if (self.policy.params == "microbatch" and stop.unit.regular) or not torch.is_grad_enabled():
+                passing = stop.unit.regular or self.pipelined
+                if (self.policy.params == "microbatch" and passing) or not torch.is_grad_enabled():
                     self._release(stop)
         self.phase = "idle"
 
@@ -175,19 +188,20 @@ class Walk:
 
     def _gather(self, stop: Stop, reason: str, groups: Sequence[ShardedGroup]) -> None:
         if self._busy(stop):
-            other = self._stop_of[stop.rooms()[0]].unit.name
+            other = next(self._stop_of[group].unit.name for group in stop.rooms() if group in self._stop_of)
             raise RunError(
                 f"rank {self.rank}, step {self.step}: {stop.unit.name} runs inside {other}, and both need the same buffer (ZeRO 3); "
                 f'write zero.keep=["{stop.unit.name}"]'
             )
         for group in stop.rooms():
-            self._gathered.discard(self._stop_of[group].index)
+            if group in self._stop_of:
+                self._gathered.discard(self._stop_of[group].index)
         for group in groups:
             group.gather(reason)
         self._gathered.add(stop.index)
 
     def _busy(self, stop: Stop) -> bool:
-        return any(self._stop_of[group].running for group in stop.rooms())
+        return any(self._stop_of[group].running for group in stop.rooms() if group in self._stop_of)
 
     def _release(self, stop: Stop) -> None:
         for group in stop.groups:
@@ -196,11 +210,16 @@ class Walk:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool) -> None:
-        """last: of the step; gradients that are reduced once a step are reduced in it."""
-        self.phase, self._last = "backward", last
+    def begin_backward(self, last: bool, straight: bool | None = None, split: bool = False) -> None:
+        """last: of the step; gradients that are reduced once a step are reduced in it. straight: what `straight` was after the forward
+        of this microbatch; None: nothing has run since. split: gradients of parameters wait in each group's `postponed`, for
+        `weights` to add them; then nothing is reduced before that. [Note: halves]"""
+        self.phase, self._last, self._splitting = "backward", last, split
+        self._straight = self._straight if straight is None else straight
         self._next = len(self.stops) - 1
         self._reduce_at = len(self.groups) - 1
+        for group in self.groups:
+            group.postponed = [] if split else None
         for stop in self.stops:
             stop.finished = False
             for group in stop.groups:
@@ -263,7 +282,7 @@ class Walk:
 
     def _advance(self) -> None:
         """Issue, in order, the reductions whose gradients are complete."""
-        if self.policy.gradients != "each" and not self._last:
+        if self._splitting or (self.policy.gradients != "each" and not self._last):
             return
         reason = "after_backward" if self.policy.gradients == "each" else "last_backward"
         while self._reduce_at >= 0 and self.groups[self._reduce_at].complete:
@@ -283,15 +302,33 @@ class Walk:
         if self._cut and self.policy.params == "microbatch":
             for stop in self.stops:
                 self._release(stop)
-        self.phase = "idle"
+        self.phase, self._splitting = "idle", False
         self._at, self._straight = (-1, -1), True
 
-    def without_data(self, last: bool) -> None:
-        """A microbatch for which this rank has no rows: its part in what the others do."""
-        self.begin_forward()
-        self.end_forward()
-        self.begin_backward(last)
-        self.end_backward()
+    def take_postponed(self) -> list[list[Callable[[], None]]]:
+        """What a split backward has left to do, group by group: to be handed to `weights`."""
+        left = [group.postponed or [] for group in self.groups]
+        for group in self.groups:
+            group.postponed = None
+        return left
+
+    def weights(self, postponed: Sequence[Sequence[Callable[[], None]]], last: bool) -> None:
+        """The second half of a split backward: add the gradients of parameters, group after group in the order of reductions.
+
+        [Note: halves] The first half computes gradients of activations, which the stage before waits for, and leaves all those
+        of parameters, also the cheap ones: between the halves other microbatches run, and where gradients are reduced each time,
+        only two groups at once have room for whole ones. So this is the only half that touches gradient buffers and reduces.
+        """
+        self._last = last
+        self._reduce_at = len(self.groups) - 1
+        for group in self.groups:
+            group.begin_backward()
+        with torch.no_grad():
+            for group, left in zip(reversed(self.groups), reversed(postponed), strict=True):
+                for add in left:
+                    add()
+                group.finish_backward()
+                self._advance()
 
     def reduce_rest(self) -> None:
         """Reduce what no `last` backward has: the caller's own loop does not say which is the last."""

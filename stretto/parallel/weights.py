@@ -32,10 +32,10 @@ class Place(NamedTuple):
 
     def take(self, add: Callable[[ShardedGroup, int], None]) -> None:
         """Add a gradient now, or once the walk comes to its weight gradients (the W of schedules that split the backward)."""
-        if self.walk.postponed is None:
+        if self.group.postponed is None:
             add(self.group, self.parameter)
         else:
-            self.walk.postponed.append(torch.no_grad()(lambda: add(self.group, self.parameter)))
+            self.group.postponed.append(lambda: add(self.group, self.parameter))
 
 
 def write_directly(model: nn.Module, walk: Walk) -> None:

@@ -28,15 +28,15 @@ def unit_cost(action: Action) -> float:
 def training_step(compute: Schedule, tied: Iterable[int] = ()) -> Schedule:
     """The step that runs `compute` (a compute-only schedule, see pipelines.py): with messages, and one joint update at the end.
 
-    tied: the stages that hold a copy of one weight, if any; they must be on different ranks. Raises JobError if `compute`
-    cannot be run.
+    tied: the stages that hold a copy of one weight, if any; a rank brings together all its copies in one TIE. Raises JobError if
+    `compute` cannot be run.
     """
     placed = with_messages(compute)
     orders = []
     for rank, actions in enumerate(placed.order):
         order = list(_with_reductions(actions))
         held = placed.stages_of(rank)
-        order += [Action("TIE", stage) for stage in sorted(tied) if stage in held]
+        order += [Action("TIE", stage) for stage in sorted(tied) if stage in held][:1]
         order += [Action("VOTE", held[0]), Action("UPDATE", held[0])]
         orders.append(tuple(order))
     step = Schedule(compute.name, compute.stages, compute.microbatches, compute.rank_of, tuple(orders))

@@ -14,7 +14,7 @@ from stretto.errors import JobError
 from stretto.job import Job
 from stretto.launch import training
 from stretto.launch.failure import RankFailed
-from stretto.launch.training import check_data, shortened, summary, train
+from stretto.launch.training import check_data, ready, shortened, summary, train
 
 
 def row(step, loss):
@@ -175,3 +175,22 @@ def test_a_rank_that_somebody_else_started_does_the_same_in_its_own_process(run,
     monkeypatch.setenv("RANK", "1")
     other, said, _ = run(lambda here, job, keep: pretend(here, job, keep))
     assert other is None and said == "" and Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"mesh": "pp=9"}, "9 pipeline stages are more than the 8 blocks of the model"),
+        ({"mesh": "pp=5", "pipeline": "zb-v"}, "10 pipeline stages are more than the 8 blocks of the model"),
+        ({"mesh": "pp=4", "pipeline": "zb-h2", "batch.micro_size": 2}, r"needs at least 7 microbatches \(2 pp - 1\), and a step has 6"),
+        (
+            {"mesh": "pp=2", "pipeline": "zb-h1", "compile": "block"},
+            'splits the backward, and a compiled block has but one; write pipeline="1f1b"',
+        ),
+        ({"mesh": "pp=2", "pipeline.chunks": 2}, 'pipeline="1f1b" has 1 stage a rank'),
+        ({"mesh": "pp=2", "pipeline.split": ["nosuch"]}, "no stage can begin with 'nosuch'"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(keys, says):
+    with pytest.raises(JobError, match=says):
+        ready(Job.load("tiny", **keys))

@@ -216,9 +216,10 @@ def test_whatever_modules_share_is_there_when_it_is_used(change: Callable[[Model
         model = models[world.rank]
         parallel = parallelize(model, cut, Mesh.of(dp=2), world, Ledger(), None)
         out = model(ids)
-        parallel.walk.begin_backward(last=True)
+        walk = parallel.stages[0].walk
+        walk.begin_backward(last=True)
         out.square().sum().backward()
-        parallel.walk.end_backward()
+        walk.end_backward()
         for group in parallel.groups:
             group.wait_reduced()
         return out.detach(), sum(float(group.my_gradient().square().sum()) for group in parallel.groups)
