@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch.distributed", "stretto.comm.shm"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "stretto.comm.shm", "stretto.engine.loop", "torch._dynamo"])
 
 
 class Doomed:
@@ -22,8 +22,8 @@ class Doomed:
         self.lines: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
-            ours, theirs = _FORKS.Pipe()
-            process = _FORKS.Process(target=_rank, args=(rank, ranks, str(folder / "meet"), work, value, theirs), daemon=True)
+            ours, theirs = FORKS.Pipe()
+            process = FORKS.Process(target=_rank, args=(rank, ranks, str(folder / "meet"), work, value, theirs), daemon=True)
             process.start()
             theirs.close()
             self.lines.append(ours)

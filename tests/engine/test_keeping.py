@@ -64,6 +64,13 @@ def whole(text):
     return losses(run(text, Keep()))
 
 
+@pytest.fixture(scope="module")
+def twenty(text):
+    """Losses and samples by step of 20 steps that nobody stopped."""
+    events = run(text, Keep(), steps=20, zero=2)
+    return losses(events), {event["step"]: event["samples"] for event in of("step", events)}
+
+
 def test_a_run_saves_every_few_steps_and_at_its_end_and_keeps_what_it_was_told_to(text, place, whole):
     events = run(text, Keep(place), **{"checkpoint.every": 3, "checkpoint.keep": 2, "steps": 8})
     assert [event["step"] for event in of("saved", events)] == [3, 6, 8] and losses(events) == whole
@@ -85,6 +92,19 @@ def test_stopped_at_any_step_and_resumed_the_losses_are_bitwise_those_of_the_who
     assert of("resumed", after)[0]["step"] == at and of("text", after)[0]["when"] == "after"
     assert {**losses(before), **losses(after)} == whole and min(losses(after)) == at + 1
     assert of("done", after)[0]["steps"] == 8 and len(of("done", after)[0]["losses"]) == 8 - at
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("at", range(1, 20))
+def test_a_run_of_twenty_steps_may_be_stopped_at_every_one_and_resumed_on_the_same_mesh_and_on_another(at, text, tmp_path, twenty):
+    """Nearly four epochs; ends of epochs fall into steps and between them."""
+    for ranks in (2, 3):
+        place = str(tmp_path / f"ranks-{ranks}")
+        before = run(text, Keep(place), stop_after=at, steps=20, zero=2)
+        after = run(text, Keep(place, "yes"), ranks=ranks, steps=20, zero=2 if ranks == 2 else 3)
+        seen = {**losses(before), **losses(after)}
+        assert seen == twenty[0] if ranks == 2 else seen == pytest.approx(twenty[0], rel=1e-12)
+        assert {event["step"]: event["samples"] for event in of("step", before) + of("step", after)} == twenty[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
