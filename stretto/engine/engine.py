@@ -81,7 +81,7 @@ class Engine:
         self.precision = Precision.of(job.precision.compute, job.precision.reduce, job.precision.master)
         self.ledger = Ledger()
         self.model = model
-        plan = rules if rules is not None else library.tensor_plan(model)
+        plan = rules if rules is not None else library.tensor_plan(model, self.mesh["tp"])
         cut = Cut(
             ZeroPolicy.of(job.zero.stage, job.zero.gradients, job.zero.params),
             self.precision,

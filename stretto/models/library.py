@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.errors import JobError
 from stretto.models.decoder import Decoder, initial
-from stretto.models.plans import Plan, decoder_plan
+from stretto.models.plans import Plan, decoder_plan, transformers_plan
 
 OTHERS = "hf:FOLDER_OR_ID or python:package.module:function"  # how models that are not built in are written
 Initial = Callable[[nn.Module, str, Tensor, int, int], None]  # (model, parameter name, out, start, seed)
@@ -227,9 +227,12 @@ def regular_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(names[id(end)] for end in (*ends, head) if isinstance(end, nn.Module) and not isinstance(end, nn.ModuleList))
 
 
-def tensor_plan(model: nn.Module) -> Plan:
+def tensor_plan(model: nn.Module, tp: int) -> Plan:
     """How a model that brings its plan is cut over tp; nothing where the caller has to say."""
-    return decoder_plan(model.shape) if isinstance(model, Decoder) else {}
+    if isinstance(model, Decoder):
+        return decoder_plan(model.shape)
+    published = hasattr(model, "base_model_prefix") and hasattr(getattr(model, "config", None), "get_text_config")
+    return transformers_plan(model, tp) if published and tp > 1 else {}
 
 
 # --- your own function ----------------------------------------------------------------------------

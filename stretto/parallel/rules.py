@@ -3,6 +3,8 @@
 A style is a word, as transformers' published plans use them ("colwise", "rowwise" ...), some with sizes behind a colon
 ("colwise:8": cut between 8 heads). What no rule names is never guessed: it is listed, with what to write.
 
+"local:heads,groups=1" says what a module remembers of its own size: `heads` is divided by tp, `groups` set.
+
 [Note: the stream] Between the layers that are cut, every token is treated alone: norms, sums, dropout. What runs there is the
 stream. With sequence parallelism each tp rank has only its part of the tokens in it (Korthikanti et al. 2022), without it all
 ranks have all. A layer that needs all tokens gathers them as it is entered, once for all that read the same.
@@ -11,6 +13,7 @@ ranks have all. A layer that needs all tokens gathers them as it is entered, onc
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -48,7 +51,7 @@ class Rules:
     """Rules by the path of a module, and by name of parameters that have one of their own.
 
     sequence: whether the stream is cut. begins, ends: the blocks with whose input and output it does where nothing around the
-    blocks is on it.
+    blocks is on it. local: what modules remember of their size, as `local:` has it.
     """
 
     modules: Mapping[str, Rule]
@@ -56,17 +59,19 @@ class Rules:
     sequence: bool
     begins: str = ""
     ends: str = ""
+    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One module that a style is asked for. sizes: what stood behind the colon. inside: it lies in a module that is entered as a
-    whole. on_stream: what it reads or gives is on the stream; sequence: and the stream is cut."""
+    """One module that a style is asked for. sizes: what stood behind the colon, heads: the 4 of a "4*8" there. inside: it lies in a
+    module that is entered as a whole. on_stream: what it reads or gives is on the stream; sequence: and the stream is cut."""
 
     name: str
     module: nn.Module
     style: str
     sizes: tuple[int, ...]
+    heads: tuple[int, ...]
     tp: int
     inside: bool
     on_stream: bool
@@ -132,6 +137,8 @@ def _packed_colwise(asked: Asked) -> Rule:
     packed = asked.sizes or (out // 2, out - out // 2)
     if sum(packed) != out:
         raise JobError(f"{asked.name}: packed_colwise blocks {list(packed)} do not add up to its {out} outputs")
+    for heads in asked.heads:
+        axis_of(asked.name, heads, asked.tp, False)
     return Rule(asked.style, asked.cut("tp", packed), enters=asked.enters())
 
 
@@ -194,14 +201,17 @@ STYLES: Mapping[str, Callable[[Asked], Rule]] = MappingProxyType(
         "sequence_parallel": _on_stream,
         "replicated_with_grad_allreduce": _on_own_part,
         "replicated": _alike,
+        "alike": _alike,
     }
 )
+#: Says what a module remembers of its size; its layers have styles of their own.
+LOCAL = "local"
 COLUMNS = ("colwise", "shared_colwise", "packed_colwise", "colwise_gather_output")
 ROWS = ("rowwise", "rowwise_split_input")
 #: Styles of modules around the blocks that the stream starts with, and that it reaches where a norm behind the blocks is on it.
 AT_THE_START, AT_THE_END = ("embedding_to_stream", "positions"), ("sequence_parallel", "head")
-#: Styles of what lies inside a module that is entered as a whole.
-INSIDE = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce")
+#: Styles of what lies inside a module that is entered as a whole. alike: whole, and every rank does the same with it.
+INSIDE = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce", "alike")
 
 
 # -- resolving ---------------------------------------------------------------------------------------------------------
@@ -213,7 +223,8 @@ def resolve(model: nn.Module, plan: Mapping[str, str], tp: int, sequence: bool |
     sequence: whether the stream is cut; None: where every cut layer is entered as a whole, so that nothing of the user's code
     sees a cut stream's shape. Raises JobError for what has no rule, for patterns that match nothing, and sizes tp cannot cut.
     """
-    styles, named = _matches(model, plan)
+    local, _ = _matches(model, {pattern: style for pattern, style in plan.items() if _word(style) == LOCAL})
+    styles, named = _matches(model, {pattern: style for pattern, style in plan.items() if _word(style) != LOCAL})
     _refuse_unruled(model, styles, named, tp)
     prefix, blocks = block_list(model)
     entered = _entered(model, styles, named, {f"{prefix}.{i}" for i in range(len(blocks))})
@@ -231,12 +242,14 @@ def resolve(model: nn.Module, plan: Mapping[str, str], tp: int, sequence: bool |
         if word == "replicated" and name in inner:
             word = "sequence_parallel"  # in a block, and in no layer that is entered: it meets the tokens of the stream
         on_stream = name in inner or word in AT_THE_START or (to_end and word in AT_THE_END)
-        asked = Asked(name, modules[name], style, _sizes(name, style), tp, _under(name, entered), on_stream, cut)
+        sizes = _sizes(name, style)
+        heads = tuple(int(part.partition("*")[0]) for part in style.partition(":")[2].split(",") if "*" in part)
+        asked = Asked(name, modules[name], style, sizes, heads, tp, _under(name, entered), on_stream, cut)
         rules[name] = STYLES[word](asked)
     own = {name: _of_parameter(model, name, style, tp) for name, style in named.items()}
     begins = f"{prefix}.0" if cut and "embedding_to_stream" not in around else ""
     ends = f"{prefix}.{len(blocks) - 1}" if cut and not to_end else ""
-    return Rules(rules, own, cut, begins, ends)
+    return Rules(rules, own, cut, begins, ends, {name: tuple(style.partition(":")[2].split(",")) for name, style in local.items()})
 
 
 def _word(style: str) -> str:
@@ -246,9 +259,9 @@ def _word(style: str) -> str:
 def _sizes(name: str, style: str) -> tuple[int, ...]:
     text = style.partition(":")[2]
     try:
-        return tuple(int(size) for size in text.split(",")) if text else ()
+        return tuple(math.prod(map(int, size.split("*"))) for size in text.split(",")) if text else ()
     except ValueError:
-        raise JobError(f'rules: "{style}" of {name}: behind the colon stand whole numbers, as "colwise:8"') from None
+        raise JobError(f'rules: "{style}" of {name}: behind the colon stand whole numbers, as "colwise:8" or "packed_colwise:4*8,2*8,2*8"') from None
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -258,7 +271,7 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
     styles: dict[str, str] = {}
     named: dict[str, str] = {}
     for pattern, style in plan.items():
-        if _word(style) not in STYLES:
+        if _word(style) not in (*STYLES, LOCAL):
             raise JobError(f'rules: "{style}" of {pattern} is not a style; they are {", ".join(STYLES)}')
         words, found = pattern.split("."), False
         for names, out in ((modules, styles), (params, named)):

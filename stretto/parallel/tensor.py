@@ -6,6 +6,7 @@ Korthikanti et al. 2022 for the cut stream.)
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ def cut(model: nn.Module, rules: Rules, mesh: Mesh, group: Group, *, gathers_aga
     stream = Stream(bridge, rules.sequence and group.size > 1, gathers_again=gathers_again)
     places = _places(model, rules)
     _cut_parameters(model, places, mesh, group.world.rank)
+    for name, attributes in rules.local.items():
+        _localise(name, model.get_submodule(name), attributes, group.size)
     vocab = None
     seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -115,6 +118,27 @@ def _cut_parameters(model: nn.Module, places: Mapping[str, Place], mesh: Mesh, r
         for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(param) in smaller:
                 module._parameters[leaf] = smaller[id(param)]
+
+
+def _localise(name: str, module: nn.Module, attributes: tuple[str, ...], tp: int) -> None:
+    """Bring what a module remembers of its size after its part: "heads" is divided by tp, "groups=1" set; "config.heads" in a copy
+    of its config, which others have too."""
+    for attribute in attributes:
+        path, _, value = attribute.partition("=")
+        *above, leaf = path.split(".")
+        owner: Any = module
+        for word in above:
+            if not hasattr(owner, word):
+                break
+            mine = copy.copy(getattr(owner, word))
+            setattr(owner, word, mine)
+            owner = mine
+        whole = getattr(owner, leaf, None)
+        if not isinstance(whole, int):
+            raise JobError(f'rules: "local:{attribute}" of {name}: {type(module).__name__} has no whole number {path}')
+        if not value and whole % tp:
+            raise JobError(f"tp={tp} does not divide {path}={whole} of {name}; use a tp that does")
+        setattr(owner, leaf, int(value) if value else whole // tp)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
