@@ -205,8 +205,8 @@ class Engine:
             if found != prints[first]:
                 at = " ".join(f"{axis}={self.mesh.at(rank)[axis]}" for axis in ROW_AXES if self.mesh[axis] > 1) or "dp=0"
                 raise JobError(
-                    f"rank {rank} was given other rows than rank {first}, and both stand at {at}: ranks that differ only along pp or tp take "
-                    "the same rows; give each those of its dp coordinate (engine.loader does), or the whole batch to all"
+                    f"rank {rank} was given other rows than rank {first}, and both stand at {at}: ranks that differ only along pp or tp "
+                    "take the same rows; give each those of its dp coordinate (engine.loader does), or the whole batch to all"
                 )
 
     def forwards(self, rows: int) -> int:

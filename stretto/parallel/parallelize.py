@@ -145,9 +145,7 @@ def parallelize(
     groups = tuple(group for stage in stages for group in stage.walk.groups)
     let_go(model, [param for group in groups for param in group.params])
     contents, buffers = _contents(stages, pipeline, split)
-    return Parallel(
-        split, tuple(stages), groups, rooms, aliases, tied_stages(where), contents, buffers, shard, replicas, pipeline, tensors
-    )
+    return Parallel(split, tuple(stages), groups, rooms, aliases, tied_stages(where), contents, buffers, shard, replicas, pipeline, tensors)
 
 
 def sum_over_tp(parallel: Parallel) -> None:

@@ -261,7 +261,9 @@ def _sizes(name: str, style: str) -> tuple[int, ...]:
     try:
         return tuple(math.prod(map(int, size.split("*"))) for size in text.split(",")) if text else ()
     except ValueError:
-        raise JobError(f'rules: "{style}" of {name}: behind the colon stand whole numbers, as "colwise:8" or "packed_colwise:4*8,2*8,2*8"') from None
+        raise JobError(
+            f'rules: "{style}" of {name}: behind the colon stand whole numbers, as "colwise:8" or "packed_colwise:4*8,2*8,2*8"'
+        ) from None
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
