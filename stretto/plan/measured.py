@@ -257,4 +257,4 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, float):
         return f"{value:.6g}" if math.isinf(value) or "." in f"{value:.6g}" or "e" in f"{value:.6g}" else f"{value:.6g}.0"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that JSON takes as it is and TOML does not

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def test_a_file_is_read_as_it_was_written(device: DeviceFacts, links: tuple[Link
         path = Path(folder, "cluster.toml")
         path.write_text(Measured(device, links, about).text(), encoding="utf-8")
         assert Measured.read(path) == Measured(device, links, about)
+
+
+def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
+    odd = "".join(map(chr, [*range(0x20), *range(0x7E, 0xA0), 0x2028])) + "\"\\'"
+    path = tmp_path / "cluster.toml"
+    path.write_text(Measured(replace(DEVICE, name=odd), ()).text(), encoding="utf-8")
+    assert Measured.read(path).device.name == odd
 
 
 def test_the_file_holds_the_fitted_lines_too() -> None:
