@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -93,8 +94,8 @@ class Case:
         n, own = len(self.inputs), self.inputs[rank]
         if self.collective == "all_to_all":
             return torch.cat([x.split(self.parts[i * n : i * n + n])[rank] for i, x in enumerate(self.inputs)])
-        every = torch.stack(self.inputs)
-        total = {"sum": every.sum(0), "max": every.amax(0), "min": every.amin(0)}[self.op].to(own.dtype)
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[self.op]
+        total = functools.reduce(combine, self.inputs)
         if self.collective in ("all_reduce", "reduce"):
             return total if self.collective == "all_reduce" or rank == self.root else own
         if self.collective in ("broadcast", "scatter"):
