@@ -1,7 +1,7 @@
 """The training loops that are compared: torch's DDP and FSDP2, and stretto at each ZeRO stage.
 
 One model (stretto's decoder) with the same first values, one loss, one update: they differ in how ranks share the work only.
-Run as a program it is one rank of a team (benchmarks/turns.py): variants.py VARIANT JOB PRECISION ROWS CLIP.
+Run as a program it is one rank of a team (benchmarks/turns.py): variants.py VARIANT[@BACKEND] JOB PRECISION ROWS CLIP.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,9 +22,12 @@ from memory import MemoryWatch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from turns import Answer, limit_life, serve
 
+import stretto.comm.shm
 from stretto.anatomy import DECODERS
 from stretto.engine.engine import Engine
 from stretto.job import Job
@@ -91,6 +95,18 @@ def fsdp2(setting: Setting) -> Step:
     return _plain_loop(setting, model, model.parameters(), contextlib.nullcontext, autocast=False)
 
 
+def tensor_parallel(setting: Setting) -> Step:
+    """DTensor: projections cut by columns, those that follow by rows; every rank sees all rows of the batch."""
+    model = _decoder(setting)
+    cuts = {name: ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v", "mlp.up", "mlp.gate")}
+    cuts |= {name: RowwiseParallel() for name in ("attn.o", "mlp.down")}
+    mesh = init_device_mesh("cpu", (setting.ranks,))
+    for block in model.layers:
+        names = {name for name, _ in block.named_modules()}
+        parallelize_module(block, mesh, {name: cut for name, cut in cuts.items() if name in names})
+    return _plain_loop(replace(setting, ranks=1, rank=0), model, model.parameters(), contextlib.nullcontext)
+
+
 def stretto(stage: int, transport: str = "auto") -> Callable[[Setting], Step]:
     """The engine at a ZeRO stage, without a schedule, as the plain loops. transport: auto is shared memory on one machine."""
 
@@ -116,6 +132,7 @@ VARIANTS: dict[str, Callable[[Setting], Step]] = {
     "ddp-view": ddp_view,
     "compute": compute,
     "fsdp2": fsdp2,
+    "tp": tensor_parallel,
     "zero0": stretto(0),
     "zero1": stretto(1),
     "zero2": stretto(2),
@@ -162,10 +179,11 @@ def _plain_loop(
 
 def adamw(parameters: Iterable[nn.Parameter], job: Job) -> torch.optim.AdamW:
     """The job's optimizer as a plain loop makes it: fused, and only tensors of two or more dims decay."""
-    keys, given = job.optimizer, list(parameters)
-    decayed, others = [p for p in given if p.ndim > 1], [p for p in given if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": keys.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=keys.lr, betas=keys.betas, eps=keys.eps, fused=True)
+    keys, groups = job.optimizer, defaultdict(list)
+    for p in parameters:
+        groups[p.ndim > 1, isinstance(p, DTensor)].append(p)  # a fused update takes tensors of one kind
+    every = [{"params": some, "weight_decay": keys.weight_decay if matrix else 0.0} for (matrix, _), some in groups.items()]
+    return torch.optim.AdamW(every, lr=keys.lr, betas=keys.betas, eps=keys.eps, fused=True)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -176,10 +194,11 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def main() -> None:
     """Build a variant and run steps of it whenever the team is asked to."""
     limit_life()
-    variant, job, precision, rows, clip = sys.argv[1:]
+    named, job, precision, rows, clip = sys.argv[1:]
+    variant, _, backend = named.partition("@")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(os.environ["TURNS_MEET"], ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend or "gloo", store=dist.FileStore(os.environ["TURNS_MEET"], ranks), rank=rank, world_size=ranks)
     setting = Setting(job, ranks, rank, "bf16" if precision == "bf16" else "fp32", int(rows), float(clip))
     drawn, step, done = batches(setting), VARIANTS[variant](setting), 0
 

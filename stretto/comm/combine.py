@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 #: Each takes two tensors and `out`.
-OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    **{"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul},
+    **{"and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor},
+}
 #: Operations as numbers that are the same in every process.
 CODES = {op: code for code, op in enumerate(OPERATIONS)}
 
@@ -19,6 +22,8 @@ def check(x: Tensor, op: str) -> None:
         raise ValueError(f"op={op}: use one of {', '.join(OPERATIONS)}")
     if op == "avg" and not x.dtype.is_floating_point:
         raise ValueError(f"op=avg of {x.dtype}: whole numbers have no average; use sum")
+    if op in ("and", "or", "xor") and x.dtype.is_floating_point:
+        raise ValueError(f"op={op} of {x.dtype}: it combines the bits of whole numbers")
 
 
 def combine(

@@ -1,7 +1,7 @@
 """Recipe: what a rank does in one collective over a Line, as a list of steps that whoever waits can carry on.
 
 A step is one activity on one piece, and what the others must have counted before it may be done ([Note: one counter a rank]
-in comm/line.py). A program knows sizes and places, but holds none of the caller's tensors: one serves all calls that are alike.
+in comm/line.py). A recipe knows sizes and places, but holds none of the caller's tensors: one serves all calls that are alike.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     import stretto.comm.shm
     torch.distributed.init_process_group("stretto")
 
-Whoever waits does the work: there are no threads. A collective is a program (comm/recipe.py) that goes as far as it can when it
+Whoever waits does the work: there are no threads. A collective is a recipe (comm/recipe.py) that goes as far as it can when it
 is issued, and further whenever this rank issues or waits for anything. [Note: serving while waiting] A rank that waits for a
-peer goes on with all its own programs, because that peer may be waiting for one of them.
+peer goes on with all its own recipes, because that peer may be waiting for one of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.comm import inplace, pieces
@@ -34,8 +36,8 @@ from stretto.errors import PeerLost
 LOOKS = 20
 #: Seconds of waiting after which a rank sleeps between looks, and for how long.
 PATIENCE, NAP = 2e-3, 5e-5
-#: Programs that are kept for calls to come.
-PROGRAMS = 4096
+#: Recipes that are kept for calls to come.
+RECIPES = 4096
 #: Seconds between looks at whether the peers waited for still live.
 CHECK = 0.1
 
@@ -57,13 +59,13 @@ class Area:
 
 
 class Work:
-    """A collective under way: how far its program has come."""
+    """A collective under way: how far its recipe has come."""
 
-    __slots__ = ("_agreed", "_counts", "_first", "_into", "_kept", "_step", "_transport", "_x", "done", "error", "line", "need", "program")
+    __slots__ = ("_agreed", "_counts", "_first", "_into", "_kept", "_step", "_transport", "_x", "done", "error", "line", "need", "recipe")
 
-    def __init__(self, transport: SharedMemory, program: Recipe, x: Tensor, into: Tensor) -> None:
-        self._transport, self.program, self._x, self._into = transport, program, x, into
-        self.line, self._kept, self._step, self._agreed = program.line, program.kept, -1, False
+    def __init__(self, transport: SharedMemory, recipe: Recipe, x: Tensor, into: Tensor) -> None:
+        self._transport, self.recipe, self._x, self._into = transport, recipe, x, into
+        self.line, self._kept, self._step, self._agreed = recipe.line, recipe.kept, -1, False
         self.need: Need = NOBODY
         self.done = False
         self.error: BaseException | None = None
@@ -84,16 +86,26 @@ class Work:
                 raise self.error
             self._kept = False
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Whoever asks again and again does the work by asking."""
+        with self._transport.lock:
+            self._transport.progress()
+            return self.has_come(self._kept)
+
+    def has_come(self, read: bool) -> bool:
+        """Whether it is done, and if `read`, peers have read what was handed in; or whether that will never be."""
+        return (self.done and (not read or self.line.reached(self.need))) or self.error is not None
+
     def advance(self) -> None:
         """Go on as far as peers allow; then `done` is True or `need` says what is waited for."""
-        program, line = self.program, self.line
-        steps, slots, after, last = program.steps, program.slots, program.after, program.last
+        recipe, line = self.recipe, self.line
+        steps, slots, after, last = recipe.steps, recipe.slots, recipe.after, recipe.last
         if self._step < 0:
-            line.begin(program.asked)
-            self._step, self._first, self._counts = 0, line.turn, [0] * program.pieces
+            line.begin(recipe.asked)
+            self._step, self._first, self._counts = 0, line.turn, [0] * recipe.pieces
             if slots:
-                line.turn += program.pieces
-            if program.fills:
+                line.turn += recipe.pieces
+            if recipe.fills:
                 self.need = (line.others, line.free[self._first % SLOTS])
         counts = self._counts
         while line.reached(self.need):
@@ -102,7 +114,7 @@ class Work:
                 line.agree(after)
                 self._agreed = True
             slot = (self._first + piece) % SLOTS
-            program.activities[stage](self._x, self._into, piece, slot)
+            recipe.activities[stage](self._x, self._into, piece, slot)
             counts[piece] = number = line.tick()
             if slots and stage == last:
                 line.free[slot] = number
@@ -114,7 +126,7 @@ class Work:
             stage, piece = steps[self._step]
             if stage:
                 self.need = (after, counts[piece])
-            elif program.fills:
+            elif recipe.fills:
                 self.need = (line.others, line.free[(self._first + piece) % SLOTS])
             else:
                 self.need = NOBODY
@@ -131,30 +143,30 @@ class SharedMemory:
         self._lines: dict[tuple[str, tuple[int, ...], int], Line] = {}
         self._queues: dict[Line, deque[Work]] = {}  # of lines with work under way
         self._broken: dict[Line, BaseException] = {}
-        self._lock = threading.RLock()
-        self._programs: dict[Hashable, Recipe] = {}
+        self.lock = threading.RLock()
+        self._recipes: dict[Hashable, Recipe] = {}
         self._areas: dict[int, Area] = {}  # by start
         self._starts: list[int] = []
         self._made: dict[tuple[int, ...], int] = {}
         self._nothing = torch.empty(0)
         self._left = False
-        atexit.register(self._at_exit)  # a program that ends may not have said good-bye
+        atexit.register(self._at_exit)  # a process that ends may not have said good-bye
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, ranks: Sequence[int], channel: int, op: str = "sum") -> Work:
         """Everybody's x combined (op: sum, avg, max, min), in place and bit for bit the same on all ranks. x: flat."""
         key = ("all_reduce", tuple(ranks), channel, x.numel(), x.dtype, self._shared(x), op)
-        program = self._programs.get(key)
-        if program is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             check(x, op)
             line, area = self._line("all", key[1], channel), self._area(x, key[1])
             if area is None:
-                program = pieces.all_reduce(line, x.numel(), x.dtype, op)
+                recipe = pieces.all_reduce(line, x.numel(), x.dtype, op)
             else:
-                program = inplace.all_reduce(line, x.numel(), self._peers(area, x, line, adds=True), x.dtype, op, area.place(x))
-            self._keep(key, program)
-        return self._issue(program, x, x)
+                recipe = inplace.all_reduce(line, x.numel(), self._peers(area, x, line, adds=True), x.dtype, op, area.place(x))
+            self._keep(key, recipe)
+        return self._issue(recipe, x, x)
 
     def reduce_scatter(
         self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool, op: str = "sum"
@@ -165,45 +177,45 @@ class SharedMemory:
         """
         cuts = tuple(bounds)
         key = ("reduce_scatter", tuple(ranks), channel, cuts, x.dtype, self._shared(x), op, accumulate)
-        program = self._programs.get(key)
-        if program is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             check(x, op)
             line, area = self._line("all", key[1], channel), self._area(x, key[1])
             if area is None:
-                program = pieces.reduce_scatter(line, cuts, x.dtype, accumulate, op)
+                recipe = pieces.reduce_scatter(line, cuts, x.dtype, accumulate, op)
             else:
                 peers = self._peers(area, x, line, adds=True)
-                program = inplace.reduce_scatter(line, cuts, peers, x.dtype, accumulate, op, area.place(x))
-            self._keep(key, program)
-        return self._issue(program, x, into)
+                recipe = inplace.reduce_scatter(line, cuts, peers, x.dtype, accumulate, op, area.place(x))
+            self._keep(key, recipe)
+        return self._issue(recipe, x, into)
 
     def all_gather(self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int) -> Work:
         """Everybody's slice [bounds[i], bounds[i+1]) of x, in place: mine is there already. x: flat."""
         cuts = tuple(bounds)
         key = ("all_gather", tuple(ranks), channel, cuts, x.dtype, self._shared(x))
-        program = self._programs.get(key)
-        if program is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             line, area = self._line("all", key[1], channel), self._area(x, key[1])
             if area is None:
-                program = pieces.all_gather(line, cuts, x.dtype)
+                recipe = pieces.all_gather(line, cuts, x.dtype)
             else:
-                program = inplace.all_gather(line, cuts, self._peers(area, x, line), x.dtype, area.place(x))
-            self._keep(key, program)
-        return self._issue(program, x, x)
+                recipe = inplace.all_gather(line, cuts, self._peers(area, x, line), x.dtype, area.place(x))
+            self._keep(key, recipe)
+        return self._issue(recipe, x, x)
 
     def broadcast(self, x: Tensor, ranks: Sequence[int], source: int, channel: int) -> Work:
         """x of rank `source`, in place on every rank of the group. x: flat."""
         key = ("broadcast", tuple(ranks), channel, x.numel(), x.dtype, self._shared(x), source)
-        program = self._programs.get(key)
-        if program is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             line, area = self._line("all", key[1], channel), self._area(x, key[1])
             first = line.ranks.index(source)
             if area is None:
-                program = pieces.broadcast(line, x.numel(), x.dtype, first)
+                recipe = pieces.broadcast(line, x.numel(), x.dtype, first)
             else:
-                program = inplace.broadcast(line, x.numel(), self._peers(area, x, line), x.dtype, first, area.place(x))
-            self._keep(key, program)
-        return self._issue(program, x, x)
+                recipe = inplace.broadcast(line, x.numel(), self._peers(area, x, line), x.dtype, first, area.place(x))
+            self._keep(key, recipe)
+        return self._issue(recipe, x, x)
 
     def send(self, x: Tensor, to: int, channel: int) -> Work:
         """x to rank `to`, which must `receive` on the same channel; messages of one pair and channel arrive in order. x: flat."""
@@ -215,26 +227,26 @@ class SharedMemory:
 
     def _message(self, x: Tensor, pair: tuple[int, int], channel: int) -> Work:
         key = ("message", pair, channel, x.numel(), x.dtype)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._keep(key, pieces.broadcast(self._line("pair", pair, channel), x.numel(), x.dtype, 0, "send"))
-        return self._issue(program, x, x)
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            recipe = self._keep(key, pieces.broadcast(self._line("pair", pair, channel), x.numel(), x.dtype, 0, "send"))
+        return self._issue(recipe, x, x)
 
     def barrier(self, ranks: Sequence[int], channel: int) -> Work:
         """Until all ranks of the group have come here."""
         key = ("barrier", tuple(ranks), channel)
-        program = self._programs.get(key)
-        if program is None:
+        recipe = self._recipes.get(key)
+        if recipe is None:
             line = self._line("all", key[1], channel)
-            program = self._keep(key, barrier(line, line.others))
-        return self._issue(program, self._nothing, self._nothing)
+            recipe = self._keep(key, barrier(line, line.others))
+        return self._issue(recipe, self._nothing, self._nothing)
 
-    def _keep(self, key: Hashable, program: Recipe) -> Recipe:
-        """Keep a program for calls that are alike."""
-        if len(self._programs) >= PROGRAMS:
-            self._programs.clear()
-        self._programs[key] = program
-        return program
+    def _keep(self, key: Hashable, recipe: Recipe) -> Recipe:
+        """Keep a recipe for calls that are alike."""
+        if len(self._recipes) >= RECIPES:
+            self._recipes.clear()
+        self._recipes[key] = recipe
+        return recipe
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -280,15 +292,15 @@ class SharedMemory:
 
     def _meet(self, ranks: tuple[int, ...], files: Tensor, bytes_: int) -> None:
         """Exchange where memory is to be found."""
-        program = pieces.all_gather(self._line("memory", ranks, 0), tuple(range(0, len(files) + 1, 2)), files.dtype)
-        program.asked = signature("memory", bytes_, torch.uint8, ())
-        self._issue(program, files, files).wait()
+        recipe = pieces.all_gather(self._line("memory", ranks, 0), tuple(range(0, len(files) + 1, 2)), files.dtype)
+        recipe.asked = signature("memory", bytes_, torch.uint8, ())
+        self._issue(recipe, files, files).wait()
 
     def _forget(self, start: int) -> None:
-        with self._lock:
+        with self.lock:
             self._areas.pop(start, None)
             self._starts = sorted(self._areas)
-            self._programs.clear()  # they hold memory of peers, and what lies at these addresses later is something else
+            self._recipes.clear()  # they hold memory of peers, and what lies at these addresses later is something else
 
     def _shared(self, x: Tensor) -> int:
         """x's address, if it lies in memory that peers can read; else 0."""
@@ -319,7 +331,7 @@ class SharedMemory:
         peers = (area.copies[area.ranks.index(rank)] for rank in line.ranks)
         return [copy[low:high].view(x.dtype) if len(copy) else copy for copy in peers]
 
-    # -- programs under way --------------------------------------------------------------------------------------------
+    # -- recipes under way --------------------------------------------------------------------------------------------
 
     def _line(self, kind: str, ranks: Sequence[int], channel: int) -> Line:
         key = (kind, tuple(ranks), channel)
@@ -329,12 +341,12 @@ class SharedMemory:
             line = self._lines[key] = Line(self.machine, key[1], f"{kind} of ranks {members} on channel {channel}", self.slot)
         return line
 
-    def _issue(self, program: Recipe, x: Tensor, into: Tensor) -> Work:
+    def _issue(self, recipe: Recipe, x: Tensor, into: Tensor) -> Work:
         """Begin as soon as the line's earlier works are done; with it everything else under way goes on."""
-        work = Work(self, program, x, into)
-        with self._lock:
+        work = Work(self, recipe, x, into)
+        with self.lock:
             if self._queues:
-                self._progress()
+                self.progress()
             queue = self._queues.get(work.line)
             if queue:
                 queue.append(work)
@@ -342,8 +354,8 @@ class SharedMemory:
                 self._queues[work.line] = deque((work,))
         return work
 
-    def _progress(self) -> bool:
-        """Go on with every program as far as its peers allow; whether anything was done."""
+    def progress(self) -> bool:
+        """Go on with every recipe as far as its peers allow; whether anything was done."""
         moved = False
         for line, queue in list(self._queues.items()):
             before = line.count
@@ -378,9 +390,9 @@ class SharedMemory:
                 break
         looks, idle_since, count, stuck_since, checked = 0, 0.0, -1, 0.0, 0.0
         while True:
-            with self._lock:
-                moved = bool(self._queues) and self._progress()
-                if (work.done and (not read or line.reached(work.need))) or work.error is not None:
+            with self.lock:
+                moved = bool(self._queues) and self.progress()
+                if work.has_come(read):
                     return
             looks = 0 if moved else looks + 1
             if looks <= self._looks:
@@ -400,7 +412,7 @@ class SharedMemory:
 
     def _look_around(self, work: Work, waited: float) -> None:
         """Give the work up if it waits for somebody who is gone, or for too long."""
-        with self._lock:
+        with self.lock:
             line = work.line
             late = line.behind(work.need if work.done else self._queues[line][0].need)
             if any(line.has_left(rank) or self.machine.gone(rank) for rank in late):
@@ -413,7 +425,7 @@ class SharedMemory:
 
     def _give_up(self, work: Work, why: str) -> None:
         work.error = self._broken[work.line] = PeerLost(why)
-        self._progress()
+        self.progress()
 
     def close(self, patience: float | None = None) -> None:
         """Leave: whoever still waits for this rank is told. What it has sent to ranks that have not looked yet would be lost with
@@ -436,3 +448,14 @@ class SharedMemory:
 
     def _at_exit(self) -> None:
         self.close(patience=1.0)
+
+
+def _group(options: Any, _: object) -> dist.ProcessGroup:
+    """What torch calls for a group of ranks with this backend. options: torch's DistributedBackendOptions."""
+    from stretto.comm import backend
+
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return backend.make(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, ranks)
+
+
+dist.Backend.register_backend("stretto", _group, extended_api=True, devices=["cpu"])

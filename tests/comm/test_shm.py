@@ -154,7 +154,7 @@ def test_whole_numbers_have_no_average_and_unknown_operations_are_refused() -> N
     with pytest.raises(ValueError, match="use sum"):
         transport.all_reduce(torch.ones(2, dtype=torch.int64), (0,), 0, "avg")
     with pytest.raises(ValueError, match="use one of sum, avg, max, min"):
-        transport.all_reduce(torch.ones(2), (0,), 0, "product")
+        transport.all_reduce(torch.ones(2), (0,), 0, "concatenate")
 
 
 @pytest.mark.parametrize("where", ["private", "own"])
