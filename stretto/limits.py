@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from stretto.anatomy import DECODERS, DecoderShape
 from stretto.errors import JobError
 from stretto.keys import show
@@ -65,8 +68,10 @@ def check_mesh(mesh: Mesh, model: Model | None, batch_size: int, ranks: int | No
         plural = "is" if len(asked) == 1 else "are"
         instead = ranks or _divisor_below(batch_size, mesh.size + 1)
         raise JobError(f'mesh="{mesh}": {why}{" and ".join(asked)} {plural} not in this version yet; write mesh="dp={instead}"')
-    if model and shape and mesh["tp"] > 1:
-        check_heads(model.name, shape.heads, shape.kv_heads, mesh["tp"])
+    if model and mesh["tp"] > 1:
+        heads = (shape.heads, shape.kv_heads) if shape else _heads_of_folder(model.name)
+        if heads:
+            check_heads(model.name, *heads, mesh["tp"])
 
 
 def check_heads(name: str, heads: int, kv_heads: int, tp: int) -> None:
@@ -113,6 +118,21 @@ def check_profile(profile: Profile, mesh: Mesh, steps: int | None) -> None:
 
 def _shape(model: Model) -> DecoderShape:
     return DECODERS[model.name].with_(model.sizes())
+
+
+def _heads_of_folder(name: str) -> tuple[int, int] | None:
+    """Heads and kv heads of the transformers model in a folder, by its config.json; None where that does not say, or is not there."""
+    path = Path(name.removeprefix("hf:")) / "config.json"
+    if not name.startswith("hf:") or not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        heads = config.get("num_attention_heads") or config.get("n_head")
+        kv_heads = config.get("num_key_value_heads") or heads
+    except (OSError, ValueError, AttributeError):
+        return None  # whoever loads it says what is wrong with it
+    return (heads, kv_heads) if isinstance(heads, int) and isinstance(kv_heads, int) else None
 
 
 def _divisor_below(n: int, limit: int) -> int:

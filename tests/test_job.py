@@ -536,3 +536,12 @@ def test_length_in_steps_follows_from_epochs_and_tokens() -> None:
 def test_asking_for_a_job_loads_no_torch() -> None:
     code = "import sys, stretto.job; print([m for m in ('torch', 'tomlkit', 'numpy', 'rich') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_heads_of_a_folder_are_read_before_any_rank_starts(tmp_path):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 2}')
+    job = Job.load("tiny", model=f"hf:{tmp_path}", mesh="tp=4")
+    with pytest.raises(JobError, match=r"mesh.tp=4 does not divide heads=6 of hf:.*; use tp in \{1, 2, 6\}"):
+        job.resolve(None, "cpu", 0)
+    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 12}}')
+    assert "tp=4" in job.resolve(None, "cpu", 0).mesh

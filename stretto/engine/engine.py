@@ -26,6 +26,7 @@ from stretto.engine.passes import Passes, tie
 from stretto.engine.precision import LossScale
 from stretto.engine.runner import Culprit, StepReport
 from stretto.engine.saving import Saver
+from stretto.engine.twin import proved_sequence
 from stretto.engine.underway import Finish, Underway
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
@@ -82,6 +83,9 @@ class Engine:
         self.ledger = Ledger()
         self.model = model
         plan = rules if rules is not None else library.tensor_plan(model, self.mesh["tp"])
+        sequence = job.tensor.sequence
+        if rules is None and plan:
+            sequence = proved_sequence(model, self.mesh["tp"], sequence, self.world, self.mesh)
         cut = Cut(
             ZeroPolicy.of(job.zero.stage, job.zero.gradients, job.zero.params),
             self.precision,
@@ -91,7 +95,7 @@ class Engine:
             tuple(job.zero.keep),
             tuple(library.regular_modules(model) if regular is None else regular),
             plan,
-            job.tensor.sequence,
+            sequence,
         )
         keys, compiled = job.pipeline, job.compile.mode == "block"
         step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)

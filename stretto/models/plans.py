@@ -86,6 +86,10 @@ def _gpt_oss(config: Any) -> Plan:
 
 #: model_type -> plan in place of the published one, for names below the base model.
 OWN: Mapping[str, Callable[[Any], Plan]] = MappingProxyType({"gpt2": _gpt2, "phi3": _phi3, "olmo2": _olmo2, "gpt_oss": _gpt_oss})
+#: Classes that tests hold against one process on every mesh, with our own; a tiny model of any other is proved where the engine starts.
+PROVED = frozenset(
+    f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3", "Phi3", "GPTNeoX", "Olmo2", "GptOss")
+) | {"GPT2LMHeadModel", "Decoder"}
 #: Styles of experts, which only ep cuts. What lies in them stays whole.
 EXPERTS = ("moe_tp_experts", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts")
 

@@ -242,14 +242,12 @@ def resolve(model: nn.Module, plan: Mapping[str, str], tp: int, sequence: bool |
         if word == "replicated" and name in inner:
             word = "sequence_parallel"  # in a block, and in no layer that is entered: it meets the tokens of the stream
         on_stream = name in inner or word in AT_THE_START or (to_end and word in AT_THE_END)
-        sizes = _sizes(name, style)
-        heads = tuple(int(part.partition("*")[0]) for part in style.partition(":")[2].split(",") if "*" in part)
-        asked = Asked(name, modules[name], style, sizes, heads, tp, _under(name, entered), on_stream, cut)
+        asked = Asked(name, modules[name], style, _sizes(name, style), _heads(style), tp, _under(name, entered), on_stream, cut)
         rules[name] = STYLES[word](asked)
     own = {name: _of_parameter(model, name, style, tp) for name, style in named.items()}
     begins = f"{prefix}.0" if cut and "embedding_to_stream" not in around else ""
     ends = f"{prefix}.{len(blocks) - 1}" if cut and not to_end else ""
-    return Rules(rules, own, cut, begins, ends, {name: tuple(style.partition(":")[2].split(",")) for name, style in local.items()})
+    return Rules(rules, own, cut, begins, ends, {name: _behind(style) for name, style in local.items()})
 
 
 def _word(style: str) -> str:
@@ -257,13 +255,21 @@ def _word(style: str) -> str:
 
 
 def _sizes(name: str, style: str) -> tuple[int, ...]:
-    text = style.partition(":")[2]
     try:
-        return tuple(math.prod(map(int, size.split("*"))) for size in text.split(",")) if text else ()
+        return tuple(math.prod(map(int, size.split("*"))) for size in _behind(style))
     except ValueError:
-        raise JobError(
-            f'rules: "{style}" of {name}: behind the colon stand whole numbers, as "colwise:8" or "packed_colwise:4*8,2*8,2*8"'
-        ) from None
+        shown = '"colwise:8" or "packed_colwise:4*8,2*8,2*8"'
+        raise JobError(f'rules: "{style}" of {name}: behind the colon stand whole numbers, as {shown}') from None
+
+
+def _heads(style: str) -> tuple[int, ...]:
+    """The 4 of each "4*8" behind the colon."""
+    return tuple(int(size.partition("*")[0]) for size in _behind(style) if "*" in size)
+
+
+def _behind(style: str) -> tuple[str, ...]:
+    text = style.partition(":")[2]
+    return tuple(text.split(",")) if text else ()
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

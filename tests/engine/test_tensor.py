@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -148,6 +150,64 @@ def test_a_module_of_ones_own_is_cut_by_rules(mesh, zero, sequence, tied):
 def test_without_rules_a_module_of_ones_own_is_refused():
     with pytest.raises(JobError, match=r"tp=2: no rule says how to cut embed, layers\.\*\.norm"):
         run_threads(lambda world: Engine(Small(), job("tp=2"), world), 2)
+
+
+class Counting(nn.Module):
+    """Attention that remembers how many heads it has, and whose config is everybody's."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config, self.heads = config, 4
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.q(x).view(*x.shape[:-1], self.heads, 8 // self.config.heads)
+        return self.o((q * q.mean(-1, keepdim=True)).flatten(-2))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(heads=4)
+        self.embed, self.layers = nn.Embedding(11, 8), nn.ModuleList([Counting(self.config), Counting(self.config)])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+COUNTED = {"embed": "embedding_rowwise", "layers.*.q": "colwise:4", "layers.*.o": "rowwise", "head": "head"}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_a_module_remembers_of_its_size_becomes_that_of_its_part(tp):
+    torch.manual_seed(0)
+    own, batch = Counted(), {"input_ids": torch.arange(12).view(4, 3) % 11, "labels": torch.arange(12).view(4, 3) % 11}
+
+    def rank(world):
+        engine = Engine(copy.deepcopy(own), job(f"tp={tp}", precision="fp64"), world, rules={**COUNTED, "layers.*": "local:heads"})
+        return engine.step(batch).loss, engine.model.config.heads
+
+    (loss, heads) = run_threads(rank, tp)[0]
+    assert loss == pytest.approx(float(token_loss(own.double(), batch)[0].detach()) / 8, rel=EXACT)
+    assert heads == 4  # nobody else's config has changed
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("local:config.heads,head", 'local:head" of layers.0: Counting has no whole number head'),
+        ("local:odd", "tp=2 does not divide odd=3 of layers.0"),
+    ],
+)
+def test_what_a_module_cannot_remember_so_is_refused(said, words):
+    own = Counted()
+    own.layers[0].odd = own.layers[1].odd = 3
+    with pytest.raises(JobError, match=words):
+        run_threads(lambda world: Engine(copy.deepcopy(own), job("tp=2"), world, rules={**COUNTED, "layers.*": said}), 2)
 
 
 # -- who looks at logits -------------------------------------------------------------------------------------------------------

@@ -126,3 +126,25 @@ def test_a_rule_that_cannot_be_is_one_line_with_what_to_write(plan, tp, words):
 def test_a_cut_stream_needs_blocks():
     with pytest.raises(JobError, match=r"tensor\.sequence=true needs a list of blocks"):
         resolve(nn.Sequential(nn.Linear(2, 2)), {"0": "colwise"}, 2, True)
+
+
+def test_fused_heads_are_cut_between_heads_or_not_at_all():
+    """q of 4 heads of 2, k and v of 2: cut in three, a rank would get parts of heads."""
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 16), "o": nn.Linear(8, 8)})
+    plan = {"qkv": "packed_colwise:4*2,2*2,2*2", "o": "rowwise"}
+    cut = resolve(model, plan, 2, False).modules["qkv"].params["weight"]
+    assert cut == Layout((("tp",), ()), packed=((8, 4, 4), ()))
+    with pytest.raises(JobError, match=r"tp=4 cannot cut qkv between its 2 heads; use tp in \{1, 2\}"):
+        resolve(model, plan, 4, False)
+
+
+def test_what_a_module_remembers_of_its_size_is_told_apart_from_its_styles():
+    rules = resolve(Own(), {**OWN, "layers.*.attn": "local:heads,groups=1"}, 2, None)
+    assert rules.local == {f"layers.{n}.attn": ("heads", "groups=1") for n in range(2)}
+    assert rules.modules["layers.0.attn"].style == "entered"  # as without it
+
+
+def test_what_is_whole_and_alike_lies_inside_a_layer_that_is_entered():
+    rules = resolve(Own(), {**OWN, "layers.*.attn.q_norm": "alike"}, 2, None)
+    assert rules.sequence and rules.modules["layers.0.attn"].style == "entered"
+    assert rules.modules["layers.0.attn.q_norm"].summed == ""
