@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from stretto.engine import faults
 from stretto.engine.engine import Engine
 from stretto.engine.loss import call_model, next_token_loss
 from stretto.engine.plain import PlainStep, plain_steps
-from stretto.engine.wide import Wide
+from stretto.engine.wide import widen
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.models import library
@@ -47,24 +46,14 @@ def run(
     """
     if dtype == "fp64":
         job = job.with_(precision={"compute": "fp64", "master": "fp64", "reduce": "fp64"})
-    with Wide() if dtype == "fp64" and job.compile.mode == "none" else nullcontext():
-        _run(job, world, emit, steps, inject, blocks, model)
-
-
-def _run(
-    job: Job,
-    world: World,
-    emit: Callable[[dict[str, Any]], None],
-    steps: int,
-    inject: str | None,
-    blocks: int | None,
-    model: nn.Module | library.Task | None,
-) -> None:
     loaded = _load(job, model, blocks)
     batches = _batches(job, loaded, steps)
     precision = Precision.of(str(job.precision.compute), str(job.precision.reduce), str(job.precision.master))
-    if precision.compute == torch.float64 and hasattr(loaded.model, "set_experts_implementation"):
-        loaded.model.set_experts_implementation("eager")  # type: ignore[operator]  # its grouped products know no float64
+    if precision.compute == torch.float64:
+        if hasattr(loaded.model, "set_experts_implementation"):
+            loaded.model.set_experts_implementation("eager")  # type: ignore[operator]  # its grouped products know no float64
+        if job.compile.mode == "none":
+            widen(loaded.model)
     reference = _reference(loaded, job.seed) if world.rank == 0 else None
     loaded.model.eval()
     engine = Engine(loaded, job, world)

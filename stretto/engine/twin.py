@@ -18,7 +18,7 @@ from stretto.comm.group import Group, Ledger
 from stretto.comm.threads import run_threads
 from stretto.comm.transport import World
 from stretto.engine.loss import logits_of
-from stretto.engine.wide import Wide
+from stretto.engine.wide import widen
 from stretto.errors import JobError
 from stretto.layout.mesh import AXES, Mesh
 from stretto.models.plans import PROVED, transformers_plan
@@ -70,8 +70,7 @@ def difference(model: nn.Module, tp: int, sequence: bool | None) -> str:
         twin = _twin(model)
         # a row more than ranks: where tokens are cut, it is inside a row
         ids = (torch.arange((tp + 1) * max(LENGTH, tp)) * 5 % VOCAB).view(tp + 1, -1)
-        with Wide():
-            truth = _whole(copy.deepcopy(twin), ids)
+        truth = _whole(copy.deepcopy(twin), ids)
         mesh = Mesh.of(tp=tp)
         parts = run_threads(lambda world: _cut(copy.deepcopy(twin), truth, ids, sequence, mesh, world), tp)
     except Exception as problem:  # whatever somebody else's forward meets is an answer
@@ -98,6 +97,7 @@ def _twin(model: Any) -> nn.Module:
         twin: Any = type(model)(config)
     if hasattr(twin, "set_experts_implementation"):
         twin.set_experts_implementation("eager")
+    widen(twin)
     return twin.to(torch.float64).eval()  # type: ignore[no-any-return]
 
 
@@ -118,13 +118,12 @@ def _cut(model: nn.Module, truth: Outcome, ids: Tensor, sequence: bool | None, m
     for name, place in tensors.places.items():
         params[name].data = _part(values[name], place, mesh, world.rank)
     tensors.stream.cuts_logits = tensors.vocab is not None
-    with Wide():
-        logits = logits_of(model(input_ids=ids))
-        if tensors.vocab is None:
-            loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1), reduction="sum")
-        else:
-            loss = vocab_cross_entropy(logits, ids, tensors.stream.bridge, tensors.vocab, -100)
-        loss.backward()
+    logits = logits_of(model(input_ids=ids))
+    if tensors.vocab is None:
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1), reduction="sum")
+    else:
+        loss = vocab_cross_entropy(logits, ids, tensors.stream.bridge, tensors.vocab, -100)
+    loss.backward()
     if not abs(loss.item() - truth.loss) <= EXACT * abs(truth.loss):
         return f"has a loss of {loss.item():.6f} there and of {truth.loss:.6f} whole"
     floor = 1e-6 * float(torch.stack([grad.norm() for grad in truth.gradients.values()]).norm())

@@ -80,6 +80,12 @@ def test_a_transformers_model_takes_the_step_of_one_process_everywhere(family, m
     agrees(model_of(family, tied), mesh, zero=zero, tensor=sequence)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "gpt2"])
+def test_blocks_that_run_again_cross_again(family, recompute):
+    agrees(model_of(family), "dp=2 tp=2", zero=3, recompute=recompute, **{"batch.micro_size": 1})
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize(("sequence", "expected"), [(False, {"all_reduce": 4}), (True, {"reduce_scatter": 4, "all_gather": 4 + 2})])
 def test_a_block_crosses_four_times_and_its_weights_are_cut(family, sequence, expected):
