@@ -18,7 +18,7 @@ from stretto.comm.group import Group
 from stretto.errors import JobError
 from stretto.layout.layout import Layout, Shape
 from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES
-from stretto.parallel.sharded import Piece
+from stretto.parallel.sharded import Piece, ShardedGroup
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
@@ -52,7 +52,7 @@ class EngineState:
     def model_parts(self) -> list[Part]:
         """Parameters and persistent buffers."""
         parallel, found = self.engine.parallel, []
-        for group in parallel.groups:
+        for group in self._groups():
             layouts, values, cut = group.layouts(), group.values(), group.cuts("optim")
             low, high = (group.low, group.high) if cut else (0, group.plan.total)
             for slot in group.plan.slots:
@@ -60,12 +60,13 @@ class EngineState:
                 mine = values[start - low : max(stop, start) - low]
                 part = self._part(f"model/{slot.name}", group.places[slot.name].shape, layouts[slot.name], mine)
                 aliases = tuple(name for name in parallel.aliases[slot.name] if name != slot.name)
-                found.append(replace(part, trainable=group.trainable, aliases=aliases))
-        kept = set(self.engine.model.state_dict(keep_vars=True))
-        for name, buffer in self.engine.model.named_buffers():
-            if name in kept:
-                shape = tuple(buffer.shape)
-                found.append(self._part(f"buffer/{name}", shape, Layout.whole(shape), buffer))
+                speaks = part.speaks and not group.copied
+                found.append(replace(part, speaks=speaks, trainable=group.trainable, aliases=aliases))
+        for stage in parallel.stages:
+            buffers = dict(stage.model.named_buffers())
+            for name in parallel.buffers[stage.number]:
+                shape = tuple(buffers[name].shape)
+                found.append(self._part(f"buffer/{name}", shape, Layout.whole(shape), buffers[name]))
         return found
 
     def states(self) -> States:
@@ -74,24 +75,26 @@ class EngineState:
         if optimizer is None:
             return {}
         names: dict[Any, str] = {piece.value: piece.name for piece in self._pieces()}
+        known = {piece.value for group in self.engine.parallel.groups for piece in group.pieces}
         for key in optimizer.state:
-            if key not in names:
+            if key not in known:
                 raise JobError(f"{type(optimizer).__name__} keeps state that is of no parameter ({key!r}), which no other mesh could read")
-        return {names[param]: values for param, values in optimizer.state.items()}
+        return {names[param]: values for param, values in optimizer.state.items() if param in names}
 
     def optimizer_parts(self, states: States) -> list[Part]:
         """State tensors: those shaped as their parameter's piece are cut as it is, others belong to a parameter that is whole here."""
         found = []
-        for piece, shape, layout in self._pieces_with_layouts():
+        for group, piece, shape, layout in self._pieces_with_layouts():
             for key, value in states.get(piece.name, {}).items():
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
                 name = f"optimizer/{piece.name}/{key}"
                 if value.shape == piece.value.shape:
-                    found.append(self._part(name, shape, layout, value))
+                    part = self._part(name, shape, layout, value)
                 else:
                     self._check_whole(piece, layout, name, tuple(value.shape))
-                    found.append(self._part(name, tuple(value.shape), Layout.whole(tuple(value.shape)), value, held_as=layout))
+                    part = self._part(name, tuple(value.shape), Layout.whole(tuple(value.shape)), value, held_as=layout)
+                found.append(replace(part, speaks=part.speaks and not group.copied))
         return found
 
     def scalars(self, states: States) -> dict[str, Scalar]:
@@ -104,7 +107,7 @@ class EngineState:
                 elif isinstance(value, int | float):
                     found[f"optimizer/{piece.name}/{key}"] = Scalar("", value)
         optimizer = self.engine.optimizer
-        names = {piece.value: piece.name for piece in self._pieces()}
+        names = {piece.value: piece.name for group in self.engine.parallel.groups for piece in group.pieces}
         for group, first in zip(optimizer.param_groups if optimizer else (), self.options, strict=True):
             for key, value in _options(group).items():
                 if key != "lr" and value != first.get(key) and isinstance(value, int | float):
@@ -159,7 +162,7 @@ class EngineState:
         there = state_keys(manifest)
         groups = self.engine.optimizer.param_groups if self.engine.optimizer else []
         on_device = {param for group in groups if group.get("fused") or group.get("capturable") for param in group["params"]}
-        for piece, shape, layout in self._pieces_with_layouts():
+        for _, piece, shape, layout in self._pieces_with_layouts():
             for key in there.get(piece.name, ()):
                 name, device = f"optimizer/{piece.name}/{key}", piece.value.device
                 if name in manifest.scalars:
@@ -192,6 +195,8 @@ class EngineState:
             part = place.part
             if part.name in manifest.tensors or part.name in aliases:
                 self._join(part, host.flat(place))
+        for copied, original in self._doubles():
+            copied.master.copy_(original.master)
         for group in engine.parallel.groups:
             group.publish()
         for group in engine.parallel.groups:
@@ -201,6 +206,10 @@ class EngineState:
             for piece in self._pieces():
                 if piece.name in states:
                     engine.optimizer.state[piece.value] = dict(states[piece.name])
+            for copied, original in self._doubles():
+                for piece, other in zip(copied.pieces, original.pieces, strict=True):
+                    kept = engine.optimizer.state.get(other.value, {})
+                    engine.optimizer.state[piece.value] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
             self._put_options(manifest)
         streams = {place.part.name.rpartition("/")[2]: place.part.values for place in host.places if place.part.name.startswith("rng/")}
         restore_streams(streams, engine.world.device)
@@ -215,7 +224,7 @@ class EngineState:
 
     def _put_options(self, manifest: Manifest) -> None:
         assert self.engine.optimizer is not None
-        names = {piece.value: piece.name for piece in self._pieces()}
+        names = {piece.value: piece.name for group in self.engine.parallel.groups for piece in group.pieces}
         for group in self.engine.optimizer.param_groups:
             begins = f"option/{names[group['params'][0]]}/"
             group |= {name.removeprefix(begins): scalar.value for name, scalar in manifest.scalars.items() if name.startswith(begins)}
@@ -235,14 +244,24 @@ class EngineState:
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 
-    def _pieces(self) -> list[Piece]:
-        return [piece for group in self.engine.parallel.groups for piece in group.pieces]
+    def _doubles(self) -> list[tuple[ShardedGroup, ShardedGroup]]:
+        """Of a tied weight with both its ends on this rank, the copy and the original."""
+        tied = [group for stage in self.engine.parallel.stages for group in stage.tied]
+        return [(copy, one) for copy in tied if copy.copied for one in tied if not one.copied and one.names == copy.names]
 
-    def _pieces_with_layouts(self) -> Iterator[tuple[Piece, Shape, Layout]]:
+    def _groups(self) -> list[ShardedGroup]:
+        """All groups, each name once."""
+        doubles = [copy for copy, _ in self._doubles()]
+        return [group for group in self.engine.parallel.groups if group not in doubles]
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for group in self._groups() for piece in group.pieces]
+
+    def _pieces_with_layouts(self) -> Iterator[tuple[ShardedGroup, Piece, Shape, Layout]]:
         """Each piece, with the shape of the whole tensor and where that lies."""
-        for group in self.engine.parallel.groups:
+        for group in self._groups():
             layouts = group.layouts()
-            yield from ((piece, group.places[piece.name].shape, layouts[piece.name]) for piece in group.pieces)
+            yield from ((group, piece, group.places[piece.name].shape, layouts[piece.name]) for piece in group.pieces)
 
     def _part(self, name: str, shape: Shape, layout: Layout, values: Tensor, held_as: Layout | None = None) -> Part:
         """held_as: the layout that says which ranks have it, where that is not its own."""

@@ -59,6 +59,19 @@ def test_every_fault_is_found_and_its_tensor_named(fault, zero, micro, name):
     assert not found["ok"] and found["worst_parameter"] == name
 
 
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_every_fault_in_one_stage_of_a_pipeline_is_found_and_its_tensor_named(fault):
+    keys = {"mesh": "pp=2 dp=2", "pipeline": "zb-h1", "zero": 2, "batch.micro_size": 3}
+    found = findings(4, inject=f"{fault}@layers.1.mlp.up.weight", **keys)
+    assert not found["ok"] and found["worst_parameter"] == "layers.1.mlp.up.weight"
+
+
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp=1", 1), ("pp=2", 2)])
+def test_a_tied_model_is_held_against_a_tied_one(mesh, ranks):
+    found = findings(ranks, mesh=mesh, model={**SIZES, "tied": True})
+    assert found["ok"] and found["compared"] == findings(ranks, mesh=mesh)["compared"] - 1
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

@@ -365,6 +365,45 @@ def test_a_step_can_be_skipped_because_of_a_gradient_in_one_stage():
         assert any(rank == 1 for rank, _ in culprits)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("pp=2", "zb-v", 1, 2), ("pp=2", "1f1b", 3, 2)),
+        (("pp=2 dp=2", "1f1b", 3, 4), ("dp=1", "1f1b", 0, 1)),
+        (("dp=2", "1f1b", 2, 2), ("pp=2 dp=2", "zb-v", 1, 4)),
+        (("pp=2", "interleaved", 0, 2), ("pp=2", "zb-v", 0, 2)),
+    ],
+)
+def test_what_a_pipeline_saved_goes_on_on_any_other_mesh(saved, loaded, tmp_path):
+    """Tied, so that a weight has two copies, and in zb-v both on one rank. The truth: a run that was never interrupted."""
+    losses, parameters = expected(4, tied=True)
+
+    def first(world: World) -> None:
+        mesh, schedule, zero, _ = saved
+        with engine(job(mesh, schedule, 4, zero=zero), world, tied=True) as mine:
+            mine.step(batches(4)[0])
+            mine.save(tmp_path / "one")
+
+    def second(world: World) -> tuple[float, dict[str, torch.Tensor]]:
+        mesh, schedule, zero, _ = loaded
+        with engine(job(mesh, schedule, 4, zero=zero, seed=5), world, tied=True) as mine:
+            mine.load(tmp_path / "one")
+            loss = mine.step(batches(4)[1]).loss
+            return loss, {name: value for name, value in mine.full_state() if value is not None}
+
+    run_threads(first, saved[-1])
+    found = run_threads(second, loaded[-1])
+    assert all(loss == pytest.approx(losses[1][0], rel=1e-10) for loss, _ in found)
+    assert apart({name: found[0][1][name] for name in parameters}, parameters) < 1e-10
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("schedule", "mesh", "tied"), [("1f1b", "pp=2 tp=2", True), ("zb-v", "pp=2 tp=2", False)])
+def test_stages_whose_weights_are_cut_over_tp_take_the_step_of_one_process(schedule, mesh, tied, recompute):
+    """Between stages goes each tp rank's part of the tokens."""
+    assert apart_from_one_process(job(mesh, schedule, 3, zero=1, recompute=recompute), 4, tied=tied) < 1e-10
+
+
 # --- refusals -----------------------------------------------------------------------------------------
 
 
