@@ -23,7 +23,7 @@ from stretto.models.decoder import Decoder, fill, initial
 from stretto.schedule.pipelines import PIPELINES
 
 VOCAB, LENGTH, STEPS = 11, 4, 2
-SHAPE = DecoderShape(hidden=8, blocks=8, heads=2, kv_heads=1, head_dim=4, ffn=6, vocab=VOCAB, init_std=0.3)
+SHAPE = DecoderShape(hidden=8, blocks=4, heads=2, kv_heads=1, head_dim=4, ffn=6, vocab=VOCAB, init_std=0.3)
 
 
 def batches(rows: int, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
@@ -117,7 +117,8 @@ def check_row(row: dict[str, Any]) -> None:
     mesh, ranks, rows = f"pp={row['pp']} dp={row['dp']}", row["pp"] * row["dp"], row["microbatches"] * row["dp"]
     zero = {"zero.stage": stage, "zero.gradients": gradients, "zero.params": params}
     asked = job(mesh, row["schedule"], rows, recompute=row["recompute"], **zero)
-    assert apart_from_one_process(asked, ranks, tied=row["tied"]) < 1e-10
+    blocks = 4 if row["pp"] == 2 else 8  # two stages a rank at most
+    assert apart_from_one_process(asked, ranks, tied=row["tied"], blocks=blocks) < 1e-10
 
 
 def named(row: dict[str, Any]) -> str:
@@ -142,15 +143,14 @@ def test_every_schedule_takes_the_step_of_one_process(schedule, pp, dp, zero):
             check_row(row)
 
 
-@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "pp=2 dp=2"), ("zb-v", "pp=2 dp=2"), ("interleaved", "pp=4")])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("schedule", "mesh", "zero"), [("1f1b", "pp=2 dp=2", 1), ("zb-v", "pp=2 dp=2", 3), ("interleaved", "pp=4", 2)])
 def test_processes_take_the_same_step_as_threads(pool, schedule, mesh, zero):
     """Over the transport of real runs, where messages and collectives share memory."""
     asked = job(mesh, schedule, 6, zero=zero)
-    losses, parameters = expected(6, tied=True)
+    losses, parameters = expected(6, tied=True, blocks=8)
 
     def rank(world: World) -> tuple[list[float], dict[str, torch.Tensor]]:
-        with engine(asked, world, tied=True) as mine:
+        with engine(asked, world, tied=True, blocks=8) as mine:
             found = [mine.step(batch).loss for batch in batches(6)]
             return found, {name: value for name, value in mine.full_state() if value is not None}
 
@@ -173,8 +173,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "choice"), [*(("1f1b", choice) for choice in CHOICES), *(("zb-v", choice) for choice in CHOICES[2:7:2])]
+)
 def test_each_stage_gathers_and_reduces_what_the_table_of_zero_says(schedule, choice):
     """REFERENCE B9 for the parameters of each rank's stages, call for call; and one message a boundary and microbatch, each way."""
     stage, gradients, params = choice
@@ -268,8 +269,7 @@ def test_the_norm_is_that_of_all_stages_and_clips_all_alike(schedule, pp):
         assert moved == pytest.approx((3.0 + number) / 5, rel=1e-5)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 0), ("1f1b", 2), ("zb-v", 1), ("zb-v", 3)])
 def test_both_copies_of_a_tied_weight_stay_bit_for_bit_the_same(schedule, zero):
     """C11: embedding and head in two stages, cut over dp; in zb-v both on one rank."""
 
@@ -288,8 +288,7 @@ def test_both_copies_of_a_tied_weight_stay_bit_for_bit_the_same(schedule, zero):
         assert len(copies) == 2 and torch.equal(*copies)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(("schedule", "zero"), [("gpipe", 2), ("1f1b", 1), ("zb-h1", 3)])
 def test_ranks_with_rows_of_their_own_may_have_different_numbers_of_batches(schedule, zero):
     """C20: dp 0 has two batches and dp 1 one, of another length; the rows that are there count once each."""
 
@@ -330,8 +329,9 @@ def test_a_microbatch_of_another_length_has_its_shape_told_once():
 # --- evaluation and other uses ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "mesh", "ranks"), [("1f1b", "pp=2 dp=2", 4), ("zb-v", "pp=2", 2), ("zb-h2", "pp=2", 2)])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ranks", "zero"), [("1f1b", "pp=2 dp=2", 4, 3), ("zb-v", "pp=2", 2, 1), ("zb-h2", "pp=2", 2, 3)]
+)
 def test_evaluation_gives_the_mean_of_all_rows_on_every_rank(schedule, mesh, ranks, zero):
     asked = job(mesh, schedule, 6, zero=zero)
     given = [*batches(6, 2), {name: value[:1] for name, value in batches(6, 3)[2].items()}]
@@ -355,8 +355,8 @@ def test_a_step_can_be_skipped_because_of_a_gradient_in_one_stage():
     def rank(world: World) -> tuple[str, tuple[tuple[int, str], ...]]:
         with engine(job("pp=2", "1f1b", 2), world) as mine:
             for group in mine.parallel.groups:
-                if "layers.7.mlp.up.weight" in group.names:
-                    group.params[group.names.index("layers.7.mlp.up.weight")].data.fill_(float("inf"))
+                if "layers.3.mlp.up.weight" in group.names:
+                    group.params[group.names.index("layers.3.mlp.up.weight")].data.fill_(float("inf"))
             report = mine.step(batches(2)[0])
             return report.status, report.nonfinite
 
@@ -397,11 +397,10 @@ def test_what_a_pipeline_saved_goes_on_on_any_other_mesh(saved, loaded, tmp_path
     assert apart({name: found[0][1][name] for name in parameters}, parameters) < 1e-10
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("schedule", "mesh", "tied"), [("1f1b", "pp=2 tp=2", True), ("zb-v", "pp=2 tp=2", False)])
-def test_stages_whose_weights_are_cut_over_tp_take_the_step_of_one_process(schedule, mesh, tied, recompute):
+@pytest.mark.parametrize(("schedule", "tied", "recompute"), [("1f1b", True, "none"), ("zb-v", False, "full"), ("zb-v", True, "selective")])
+def test_stages_whose_weights_are_cut_over_tp_take_the_step_of_one_process(schedule, tied, recompute):
     """Between stages goes each tp rank's part of the tokens."""
-    assert apart_from_one_process(job(mesh, schedule, 3, zero=1, recompute=recompute), 4, tied=tied) < 1e-10
+    assert apart_from_one_process(job("pp=2 tp=2", schedule, 3, zero=1, recompute=recompute), 4, tied=tied) < 1e-10
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -412,7 +411,7 @@ def test_stages_whose_weights_are_cut_over_tp_take_the_step_of_one_process(sched
     [
         ({}, "pp=2", "zb-h2", "needs at least 3 microbatches"),
         ({}, "pp=2", "dualpipe-v", "needs at least 4 microbatches"),
-        ({"pipeline.chunks": 5}, "pp=2", "interleaved", "10 pipeline stages are more than the 8 blocks"),
+        ({"pipeline.chunks": 5}, "pp=2", "interleaved", "10 pipeline stages are more than the 4 blocks"),
         ({"compile": "block", "compile.backend": "eager"}, "pp=2", "zb-h1", "splits the backward"),
         ({"pipeline.split": ["layers.9"]}, "pp=2", "1f1b", "no stage can begin with 'layers.9'"),
         ({"pipeline.split": ["layers.2", "layers.4"]}, "pp=2", "1f1b", "makes 3 stages, and there are 2"),
@@ -431,7 +430,7 @@ def test_a_loop_of_ones_own_is_refused_where_a_rank_sees_one_stage():
         run_threads(rank, 2)
 
 
-@pytest.mark.parametrize("split", [["layers.0"], ["layers.5"], ["norm"], ["head"]])
+@pytest.mark.parametrize("split", [["layers.0"], ["layers.3"], ["head"]])
 def test_a_split_by_hand_may_leave_a_stage_without_blocks(split):
     """C25 (d): a stage that has only the embedding, or only the loss."""
     assert apart_from_one_process(job("pp=2", "1f1b", 3, **{"pipeline.split": split}), 2) < 1e-10
