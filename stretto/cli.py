@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from stretto.errors import JobError, StrettoError
 
 if TYPE_CHECKING:
+    from stretto.checkpoint.convert import Told
     from stretto.job import Job
 
 LATER = "not in this version yet"
@@ -231,6 +232,13 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="auto",
         help="go on with the run in --out from its newest checkpoint; --resume=auto starts if there is none",
     )
+    parser.add_argument(
+        "--allow-missing",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="names that the checkpoint may lack, or have in excess, as 'head.*'; may be given several times",
+    )
 
 
 def _train(asked: argparse.Namespace) -> int:
@@ -240,7 +248,7 @@ def _train(asked: argparse.Namespace) -> int:
 
     job = _load(asked.words) if asked.resume == "no" else _job_that_goes_on(asked)
     with _stdout_kept_for(asked.json):
-        trained = train(job, asked.out, until=asked.until, resume=asked.resume)
+        trained = train(job, asked.out, until=asked.until, resume=asked.resume, allow_missing=tuple(asked.allow_missing))
     if trained is None:
         return 0
     _print_json(asdict(trained)) if asked.json else print(summary(trained, _shows(sys.stdout, "⣿│└")))
@@ -347,6 +355,51 @@ def _drawings() -> Mapping[str, Verb]:
     return {kind: verb(drawing) for kind, drawing in DRAWINGS.items()}
 
 
+# ------------------------------------------------------------------------------------------------------ convert, inspect
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="a checkpoint, a run folder (its newest is taken) or a Hugging Face folder")
+    parser.add_argument(
+        "target", metavar="DST", help="the folder that is made: a Hugging Face folder of a checkpoint, or a checkpoint of such a folder"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _convert(asked: argparse.Namespace) -> int:
+    from stretto.checkpoint.convert import convert
+
+    with _stdout_kept_for(asked.json):
+        told = convert(asked.source, asked.target)
+    _print_json(told.as_json()) if asked.json else print(_holding(told))
+    return 0
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("place", metavar="DIR", help="a checkpoint, a run folder (its newest is taken) or a Hugging Face folder")
+    parser.add_argument("--verify", action="store_true", help="read all of it, and hold every block of bytes against its checksum")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _inspect(asked: argparse.Namespace) -> int:
+    from stretto.checkpoint.convert import inspect
+
+    told = inspect(asked.place, verify=asked.verify)
+    _print_json(told.as_json()) if asked.json else print(_holding(told))
+    return 0
+
+
+def _holding(told: Told) -> str:
+    """What a folder holds, for a person."""
+    from stretto.draw.numbers import bytes_
+
+    about = {key: value for key, value in told.about.items() if key not in ("path", "kinds")}
+    lines = [f"{told.about['path']}: {told.kind}, {told.tensors} tensors, {bytes_(told.bytes_)}"]
+    lines += [f"  {key}: {value}" for key, value in about.items()]
+    lines += [f"  {kind}/: {bytes_(size)}" for kind, size in told.about.get("kinds", {}).items()]
+    return "\n".join([*lines, *(f"  {name}  {bytes_(size)}" for name, size in told.files.items())])
+
+
 # ------------------------------------------------------------------------------------------------------------ jobs, keys
 
 
@@ -426,8 +479,8 @@ VERBS: Mapping[str, Verb] = {
         _measure_options,
         _measure,
     ),
-    "convert": Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _anything, None),
-    "inspect": Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _anything, None),
+    "convert": Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _convert_options, _convert),
+    "inspect": Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _inspect_options, _inspect),
     "export": Verb("another framework's configuration of a job", "stretto export tiny --to deepspeed", _anything, None),
     "draw": Verb(
         "a schedule, a run's timeline or a collective as a picture", "stretto draw collective --out ring.svg", _anything, None, _drawings

@@ -52,8 +52,6 @@ def check_checkpoint(checkpoint: Checkpoint, eval_every: int) -> None:
     if keep_every and (not every or keep_every % every):
         fits = f"checkpoint.keep_every={-(-keep_every // every) * every}" if every else f"checkpoint.every={keep_every}"
         raise JobError(f"checkpoint.keep_every={keep_every}: none is saved at such steps (checkpoint.every={every}); write {fits}")
-    if checkpoint.export != "none":
-        raise JobError(f'checkpoint.export="{checkpoint.export}" is not in this version yet; write checkpoint.export="none"')
 
 
 def check_mesh(mesh: Mesh, model: Model | None, batch_size: int, ranks: int | None) -> None:

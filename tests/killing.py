@@ -66,7 +66,7 @@ class Deadly(Disk):
 def job(steps: int = STEPS, **keys: Any) -> Job:
     """Two ranks that save after each step and keep one checkpoint."""
     usual = {"model": SHAPE, "data": "random", "batch.size": 4, "batch.seq_len": 6, "steps": steps, "schedule": "constant", "zero": 2}
-    saving = {"checkpoint.every": 1, "checkpoint.keep": 1, "comm.step_timeout": 5.0}
+    saving = {"checkpoint.every": 1, "checkpoint.keep": 1}
     return Job.load({**usual, **saving, "mesh": "dp=2"}, **keys).resolve(None, "cpu", 0)
 
 
@@ -111,7 +111,7 @@ class Doomed:
             self.processes.append(process)
         theirs.close()
 
-    def wait_for(self, kind: str, timeout: float = 60.0) -> None:
+    def wait_for(self, kind: str, timeout: float = 300.0) -> None:
         """Until rank 0 tells an event of this kind."""
         while self.line.poll(timeout):
             if self.line.recv() == kind:
@@ -124,7 +124,7 @@ class Doomed:
     def end(self, first: int | None = None, grace: float = 0.0) -> list[int | None]:
         """Wait until a rank (`first`, or all) has ended by itself, give the others some seconds, and end them; all exit codes."""
         for process in self.processes if first is None else self.processes[first : first + 1]:
-            process.join(60)
+            process.join(300)
         for process in self.processes:
             process.join(grace)
             process.kill()

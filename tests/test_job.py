@@ -295,7 +295,6 @@ def test_any_text_as_a_key_is_known_or_refused(text: str) -> None:
         (["checkpoint.best=true"], "checkpoint.best=true needs an evaluation to tell which is the best; write eval.every=50"),
         (["checkpoint.keep_every=5"], "keep_every=5: none is saved at such steps .*every=0.; write checkpoint.every=5"),
         (["checkpoint.every=4", "checkpoint.keep_every=6"], "checkpoint.every=4.; write checkpoint.keep_every=8"),
-        (['checkpoint.export="huggingface"'], 'checkpoint.export="huggingface" is not in this version yet; write checkpoint.export="none"'),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )  # fmt: skip

@@ -22,12 +22,15 @@ class Keep:
     """What a run is told about its checkpoints.
 
     place: the folder or URL that holds them; None: nothing is saved. resume: go on from the newest; auto: if there is one.
-    last: also save after the last step, whatever checkpoint.every says.
+    last: also save after the last step, whatever checkpoint.every says. allow: patterns of names that may be missing on going on.
+    export: where checkpoint.export writes the final model.
     """
 
     place: str | None = None
     resume: Resume = "no"
     last: bool = False
+    allow: tuple[str, ...] = ()
+    export: str | None = None
 
 
 class Shelf:

@@ -27,8 +27,8 @@ class Store(Protocol):
     def temporary(self, name: str, token: str) -> str:
         """The name under which a folder that is to be called `name` is written; no two attempts (tokens) share one."""
 
-    def commit(self, temporary: str, name: str, manifest: bytes) -> None:
-        """The folder is complete: give it its manifest and its name, in one step that happens or does not."""
+    def commit(self, temporary: str, name: str, manifest: bytes, last: str = NAME) -> None:
+        """The folder is complete: give it its last file, the manifest, and its name, in one step that happens or does not."""
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None: ...
 
@@ -89,8 +89,8 @@ class LocalStore:
     def temporary(self, name: str, token: str) -> str:
         return f".{name}.{token}.tmp"
 
-    def commit(self, temporary: str, name: str, manifest: bytes) -> None:
-        self.write(f"{temporary}/{NAME}", [memoryview(manifest)])
+    def commit(self, temporary: str, name: str, manifest: bytes, last: str = NAME) -> None:
+        self.write(f"{temporary}/{last}", [memoryview(manifest)])
         self._sync_folder(self.root / temporary)
         self.disk.rename(self.root / temporary, self.root / name)
         self._sync_folder(self.root)
@@ -162,8 +162,8 @@ class ObjectStore:
     def temporary(self, name: str, token: str) -> str:
         return name
 
-    def commit(self, temporary: str, name: str, manifest: bytes) -> None:
-        self.write(f"{name}/{NAME}", [memoryview(manifest)])
+    def commit(self, temporary: str, name: str, manifest: bytes, last: str = NAME) -> None:
+        self.write(f"{name}/{last}", [memoryview(manifest)])
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         self.files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)

@@ -18,6 +18,7 @@ from stretto.comm.transport import World
 from stretto.data.batch import Batch, count_targets, prepare_labels
 from stretto.data.loader import Loader
 from stretto.engine.evaluation import Metrics, evaluate
+from stretto.engine.exporting import save_pretrained
 from stretto.engine.look import bytes_held, whole_buffers, whole_tensors
 from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, next_token_loss
 from stretto.engine.memory import PeakMemory
@@ -481,6 +482,11 @@ class Engine:
         """
         allow = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
         return self.saver.load(*place_of(folder), allow)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model, at full precision, as a new folder that transformers' from_pretrained opens. Raises JobError for a model that
+        transformers does not know. Collective."""
+        save_pretrained(self, *place_of(folder))
 
     # -- looking inside --------------------------------------------------------------------------------------------
 

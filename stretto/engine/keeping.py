@@ -11,6 +11,7 @@ from stretto.checkpoint.shelf import Keep, Shelf, name_of
 from stretto.checkpoint.store import open_store
 from stretto.data.feed import Feed
 from stretto.errors import Damaged, JobError, RunError, StrettoError
+from stretto.models.pretrained import config_of
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
@@ -44,7 +45,7 @@ class Keeper:
             return
         for step in steps:
             try:
-                notes = self.engine.load(self.shelf.path(step))
+                notes = self.engine.load(self.shelf.path(step), self.keep.allow)
             except Damaged as error:
                 self._of_rank_0(functools.partial(self.shelf.set_aside, step))
                 self.emit({"kind": "note", "text": f"the checkpoint of step {step} cannot be used: {error}"})
@@ -98,6 +99,21 @@ class Keeper:
             return
         self._settle(wait=True)
         self._begin(step, best, background=self.keys.background and not (last or ending))
+
+    def export(self) -> None:
+        """After the last step: the model as a folder of its own, named by the step; one that is there already is not written again."""
+        if self.keys.export == "none" or self.keep.export is None or self.keep.last or self.engine.stopping:
+            return
+        place, name = self.keep.export, name_of(self.engine.steps)
+        if self._of_rank_0(lambda: name in open_store(place).folders()):
+            return
+        self.engine.save_pretrained(f"{place}/{name}")
+        self.emit({"kind": "note", "text": f"the model is in {place}/{name}, as a Hugging Face folder"})
+
+    def check_export(self) -> None:
+        """JobError before the first step for a model that cannot be exported as asked."""
+        if self.keys.export != "none":
+            config_of(self.engine.model)
 
     def close(self) -> None:
         """Wait until the last save is done, and report it."""

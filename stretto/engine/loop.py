@@ -52,6 +52,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
         engine.asked_to_stop = stop
         torch.manual_seed(stable_number("dropout", job.seed, engine.rows.index))  # rows of different ranks drop different units
         keeper = Keeper(engine, feed, keep, emit)
+        keeper.check_export()
         keeper.resume()
         if engine.steps:  # the rest of the data may be another number of steps than it was
             job = _with_length(asked, feed)
@@ -96,6 +97,7 @@ def _steps(
         if engine.stopping:
             break
     keeper.close()
+    keeper.export()
     return rows
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
+from stretto.checkpoint.convert import FACT
 from stretto.checkpoint.load import compare, fetch, read_manifest
 from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.meeting import Meeting
@@ -17,6 +19,7 @@ from stretto.checkpoint.save import Content, Save
 from stretto.checkpoint.store import Store
 from stretto.engine.state import EngineState, States
 from stretto.errors import JobError, RunError, StrettoError
+from stretto.models.pretrained import config_of
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
@@ -97,7 +100,7 @@ class Saver:
             self.state.counters(),
             notes,
             job.model_dump(mode="json"),
-            {"torch": torch.__version__, "time": time.time()},
+            {"torch": torch.__version__, "time": time.time(), FACT: _config(self.engine.model)},
         )
         saving = Save(meeting, store, name, content)
         saving.begin(ready[0][0].written if ready else 0, PATIENCE if patience is None else patience, error)
@@ -174,6 +177,14 @@ class Saver:
         has_state = any(name.startswith("optimizer/") for name in (*manifest.tensors, *manifest.scalars))
         if has_state and was != now and now is not None:
             raise JobError(f"{path} has the state of {was}, and this engine has {now}; write the optimizer that it was saved with")
+
+
+def _config(model: nn.Module) -> dict[str, Any] | str:
+    """The config.json of the model, or why there is none."""
+    try:
+        return config_of(model)
+    except JobError as error:
+        return str(error)
 
 
 def _tried(work: Callable[[], T], what: str) -> tuple[list[T], StrettoError | None]:

@@ -73,6 +73,7 @@ def train(
     until: int | None = None,
     resume: Resume = "no",
     stream: TextIO | None = None,
+    allow_missing: tuple[str, ...] = (),
 ) -> Trained | None:
     """stretto.train, with a say in where progress is shown (default stderr)."""
     stream = stream or sys.stderr
@@ -81,7 +82,13 @@ def train(
     cut = shortened(prepared.job, until)
     check_data(prepared.job)
     path = Path(out) if out is not None else default_folder(asked.name, time.localtime())
-    keep = Keep(place_of_checkpoints(prepared.job, path), resume, last=cut is not prepared.job)
+    keep = Keep(
+        place_of_checkpoints(prepared.job, path),
+        resume,
+        last=cut is not prepared.job,
+        allow=allow_missing,
+        export=str(path / "huggingface"),
+    )
     if prepared.seat and prepared.seat.rank > 0:
         _run(prepared, cut, keep, None, lambda event: None)
         return None
