@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.huggingface import CONFIG, Listed, read_folder, write_folder
+from stretto.checkpoint.huggingface import CONFIG, Listed, clear, read_folder, write_folder
 from stretto.checkpoint.load import fetch, read_manifest
 from stretto.checkpoint.manifest import BLOCK, NAME, Entry, Manifest, Stored
 from stretto.checkpoint.parts import DTYPES, HostCopy, Part
@@ -155,7 +155,11 @@ def from_huggingface(store: Store, name: str, there: Store, called: str) -> None
                     yield view
 
     temporary = there.temporary(called, uuid.uuid4().hex[:8])
-    there.write(f"{temporary}/{file}", chunks())
+    try:
+        there.write(f"{temporary}/{file}", chunks())
+    except BaseException:
+        clear(there, temporary)
+        raise
     tensors, at = {}, len(head)
     for full, (source, sums) in entries.items():
         item = folder.tensors[source][1]

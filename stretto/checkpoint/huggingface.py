@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,21 +43,38 @@ def write_folder(
     if name in store.folders():
         raise JobError(f"{store.path(name)} is there already; write a folder that does not exist")
     temporary = store.temporary(name, uuid.uuid4().hex[:8])
+    try:
+        sizes = _write_all(store, temporary, listed, values, shard)
+        dtype = max(DTYPES.keys() & {tensor.dtype for tensor in listed}, key=lambda one: ITEMSIZE[one], default=None)
+        text = _json({**config, "dtype": DTYPES[dtype]} if dtype else config)
+        store.commit(temporary, name, text, last=CONFIG)
+    except BaseException:
+        clear(store, temporary)
+        raise
+    return {**sizes, CONFIG: len(text)}
+
+
+def _write_all(store: Store, folder: str, listed: Sequence[Listed], values: Iterable[Tensor], shard: int) -> dict[str, int]:
+    """The files of tensors, and their index if there are several; the bytes of each."""
     files = _shared_out(listed, shard)
     coming = iter(values)
     sizes: dict[str, int] = {}
     for file, tensors in files.items():
         head = header(tensors, {"format": "pt"})
-        store.write(f"{temporary}/{file}", _chunks(head, tensors, coming))
+        store.write(f"{folder}/{file}", _chunks(head, tensors, coming))
         sizes[file] = len(head) + sum(tensor.bytes_ for tensor in tensors)
     if len(files) > 1:
         where = {tensor.name: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": sum(tensor.bytes_ for tensor in listed)}, "weight_map": where}
-        sizes[INDEX] = _write(store, f"{temporary}/{INDEX}", index)
-    dtype = max(DTYPES.keys() & {tensor.dtype for tensor in listed}, key=lambda one: ITEMSIZE[one], default=None)
-    text = _json({**config, "dtype": DTYPES[dtype]} if dtype else config)
-    store.commit(temporary, name, text, last=CONFIG)
-    return {**sizes, CONFIG: len(text)}
+        sizes[INDEX] = _write(store, f"{folder}/{INDEX}", index)
+    return sizes
+
+
+def clear(store: Store, folder: str) -> None:
+    """Remove what there is of a folder that will not be complete; not being able to is no second error."""
+    with contextlib.suppress(OSError):
+        if folder in store.folders():
+            store.remove(folder)
 
 
 def _shared_out(listed: Sequence[Listed], shard: int) -> dict[str, list[Listed]]:

@@ -12,6 +12,7 @@ from stretto.checkpoint.parts import NAMES
 from stretto.checkpoint.save import told
 from stretto.checkpoint.store import Store
 from stretto.errors import RunError, StrettoError
+from stretto.layout.layout import Shape
 from stretto.models.pretrained import config_of, name_there
 
 if TYPE_CHECKING:
@@ -21,13 +22,7 @@ if TYPE_CHECKING:
 def save_pretrained(engine: Engine, store: Store, name: str) -> None:
     """See Engine.save_pretrained. An error of rank 0 is everybody's."""
     config = config_of(engine.model)
-    shapes = {
-        slot.name: (NAMES[group.values().dtype], group.places[slot.name].shape)
-        for group in engine.parallel.groups
-        for slot in group.plan.slots
-    }
-    kept = set(engine.model.state_dict(keep_vars=True))
-    shapes |= {key: (NAMES[buffer.dtype], tuple(buffer.shape)) for key, buffer in engine.model.named_buffers() if key in kept}
+    shapes = _in_order_of_full_state(engine)
     listed = [Listed(name_there(key, config), dtype, shape) for key, (dtype, shape) in shapes.items()]
     coming = engine.full_state()
 
@@ -49,3 +44,17 @@ def save_pretrained(engine: Engine, store: Store, name: str) -> None:
     failure = engine.everybody.objects(failed, reason="export")[0]
     if failure is not None:
         raise failure
+
+
+def _in_order_of_full_state(engine: Engine) -> dict[str, tuple[str, Shape]]:
+    """Dtype (safetensors' name) and whole shape of every parameter, by its first name, and every persistent buffer. Collective."""
+    parallel = engine.parallel
+    mine: dict[str, tuple[str, Shape]] = {}
+    for group in parallel.groups:
+        dtype = NAMES[group.values().dtype]
+        mine |= {slot.name: (dtype, tuple(group.places[slot.name].shape)) for slot in group.plan.slots}
+    for stage in parallel.stages:
+        mine |= {name: (NAMES[buffer.dtype], tuple(buffer.shape)) for name, buffer in stage.model.named_buffers()}
+    known = {name: found for rank in engine.everybody.objects(mine, reason="export") for name, found in rank.items()}
+    parameters = [name for content in parallel.contents if not content.copied for name, _ in content.tensors]
+    return {name: known[name] for name in (*parameters, *(name for names in parallel.buffers for name in names))}

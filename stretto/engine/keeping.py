@@ -105,10 +105,18 @@ class Keeper:
         if self.keys.export == "none" or self.keep.export is None or self.keep.last or self.engine.stopping:
             return
         place, name = self.keep.export, name_of(self.engine.steps)
-        if self._of_rank_0(lambda: name in open_store(place).folders()):
+        if self._of_rank_0(lambda: self._exported(place, name)):
             return
         self.engine.save_pretrained(f"{place}/{name}")
         self.emit({"kind": "note", "text": f"the model is in {place}/{name}, as a Hugging Face folder"})
+
+    def _exported(self, place: str, name: str) -> bool:
+        """Whether the folder is there; what a crash has left of an earlier one is removed."""
+        store = open_store(place)
+        for folder in store.folders():
+            if folder.startswith(".") and folder.endswith(".tmp"):
+                store.remove(folder)
+        return name in store.folders()
 
     def check_export(self) -> None:
         """JobError before the first step for a model that cannot be exported as asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -14,12 +15,12 @@ from stretto.checkpoint.convert import convert, inspect
 from stretto.checkpoint.huggingface import INDEX, Listed, read_folder, write_folder
 from stretto.checkpoint.shelf import Keep
 from stretto.checkpoint.store import LocalStore, place_of
+from stretto.cli import main
 from stretto.comm.threads import run_threads
 from stretto.comm.transport import World
-from stretto.engine import exporting
 from stretto.engine.engine import Engine
 from stretto.engine.loop import train
-from stretto.errors import Damaged, JobError
+from stretto.errors import Damaged, JobError, RunError
 from stretto.job import Job
 from stretto.models import library
 
@@ -57,7 +58,7 @@ def logits_there(folder):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 3), ("tp=2", 0)])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 3), ("tp=2", 0), ("pp=2", 0)])
 def test_our_decoder_is_a_llama_to_transformers_and_comes_back_bit_for_bit(mesh, zero, tied, tmp_path):
     def save(engine):
         step(engine)
@@ -157,18 +158,21 @@ def test_a_model_that_transformers_does_not_know_is_refused_with_what_can_be_don
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_an_error_of_the_rank_that_writes_is_everybodys_and_nobody_waits(tmp_path, monkeypatch):
-    def full(*_):
+def test_an_error_of_the_rank_that_writes_is_everybodys_and_nothing_is_left(tmp_path, monkeypatch):
+    written = LocalStore.write
+
+    def full(self, name, chunks):
+        written(self, name, itertools.islice(chunks, 3))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "write_folder", full)
+    monkeypatch.setattr(LocalStore, "write", full)
 
     def save(engine):
-        with pytest.raises(Exception, match="no space left for .*hf"):
+        with pytest.raises(RunError, match="no space left for .*hf"):
             engine.save_pretrained(tmp_path / "hf")
         return True
 
-    assert decoder("dp=2", save, zero=3) == [True, True]
+    assert decoder("dp=2", save, zero=3) == [True, True] and os.listdir(tmp_path) == []
 
 
 def test_a_run_is_told_of_at_its_newest_checkpoint_and_a_flipped_bit_is_found_if_asked(tmp_path):
@@ -205,6 +209,7 @@ def test_with_export_the_end_of_training_leaves_a_folder_once_and_a_stop_or_unti
     run_threads(rank(Keep(str(tmp_path / "c"), last=True, export=str(place)), lambda: False), 2)
     assert not place.exists()
     for _ in range(2):
+        (place / ".step-00000002.of-a-crash.tmp").mkdir(parents=True)
         run_threads(rank(Keep(str(tmp_path / "c"), "auto", export=str(place)), lambda: False), 2)
         assert os.listdir(place) == ["step-00000002"]
     assert set(read_folder(LocalStore(place), "step-00000002").files) == {"model.safetensors"}
@@ -213,3 +218,19 @@ def test_with_export_the_end_of_training_leaves_a_folder_once_and_a_stop_or_unti
     )
     with pytest.raises(JobError, match="learned positions, rms norm and gelu has no match in transformers"):
         train(other.resolve(1, "cpu", 0), World.alone("cpu"), lambda event: None, lambda: False, Keep())
+
+
+def test_the_commands_tell_tensors_bytes_and_files(tmp_path, capsys):
+    decoder("dp=2", lambda engine: engine.save(tmp_path / "c"))
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["inspect", str(tmp_path / "hf"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == made and made["kind"] == "huggingface" and made["model"] == "LlamaForCausalLM"
+    held = load_file(tmp_path / "hf/model.safetensors")
+    size = (tmp_path / "hf/model.safetensors").stat().st_size
+    assert made["files"] == [{"name": "model.safetensors", "bytes": size}]
+    assert made["tensors"] == len(held) and made["bytes"] == sum(4 * x.numel() for x in held.values())
+    assert main(["inspect", str(tmp_path / "c"), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "mesh: dp=2" in told and "rank-00001.safetensors" in told and "\n  model/: " in told
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf")]) == 2 and "is there already" in capsys.readouterr().err
