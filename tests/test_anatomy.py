@@ -33,10 +33,42 @@ def shapes() -> st.SearchStrategy[DecoderShape]:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("llama3-8b", 8_030_261_248), ("gpt2-small", 124_439_808), ("30m", 33_694_208), ("120m", 130_537_344)]
+    ("name", "parameters"), [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("gpt2-small", 124_439_808),
+        ("30m", 33_694_208),
+        ("120m", 130_537_344),
+    ],
 )
 def test_known_models_have_their_published_number_of_parameters(name: str, parameters: int) -> None:
     assert Anatomy.of_decoder(DECODERS[name]).parameters() == parameters
+
+
+def test_a_token_visits_the_published_share_of_mixtral() -> None:
+    """12,879,925,248 parameters a token: all but the experts that it does not visit."""
+    anatomy = Anatomy.of_decoder(DECODERS["mixtral-8x7b"])
+    idle = sum((m.experts - m.chosen) * m.inputs * m.outputs for part in anatomy.parts for m in part.matmuls)
+    assert anatomy.parameters() - idle == 12_879_925_248
+
+
+def test_a_window_bounds_what_a_query_meets() -> None:
+    """w - w^2 / 2s keys on average (REFERENCE C1): all of them if the window is as long as the row."""
+    plain, narrow = (Anatomy.of_decoder(replace(DECODERS["llama3-8b"], window=window)).blocks[0].scores for window in (0, 1024))
+    assert plain is not None and narrow is not None
+    assert (plain.keys(4096), narrow.keys(4096), narrow.keys(512)) == (2048, 1024 - 1024**2 / 8192, 256)
+    mixed = Anatomy.of_decoder(replace(DECODERS["llama3-8b"], window=1024, full_every=4))
+    assert [block.scores.window for block in mixed.blocks[:5]] == [1024, 1024, 1024, 0, 1024]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b"])
+def test_what_is_only_planned_is_not_built_as_something_else(name: str) -> None:
+    from stretto.models.decoder import Decoder
+
+    with pytest.raises(JobError, match="experts can be planned but not built"):
+        Decoder(DECODERS[name], device="meta")
 
 
 def test_a_llama3_8b_block_has_its_published_parts() -> None:

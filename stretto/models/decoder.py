@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.anatomy import DecoderShape
+from stretto.errors import JobError
 from stretto.models import seeds
 from stretto.models.attention import attention, rotate, rotation
 
@@ -137,6 +138,8 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, device: torch.device | str | None = None) -> None:
         super().__init__()
+        if shape.planned_only:
+            raise JobError(f"a decoder with {shape.planned_only} can be planned but not built in this version; leave that out")
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden, device=device)
         self.positions = nn.Embedding(shape.positions, shape.hidden, device=device) if shape.position == "learned" else None
