@@ -400,6 +400,30 @@ def _holding(told: Told) -> str:
     return "\n".join([*lines, *(f"  {name}  {bytes_(size)}" for name, size in told.files.items())])
 
 
+# ------------------------------------------------------------------------------------------------------------------ plan
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} --validate ROWS.csv [ROWS.csv ...] [--json]"
+    parser.add_argument(
+        "--validate", nargs="+", metavar="ROWS.csv", help="foretell every run of tables of measured runs, and sum up the errors"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help=f"a job to plan ({LATER})")
+
+
+def _plan(asked: argparse.Namespace) -> int:
+    if not asked.validate:
+        raise JobError(f"planning a job is {LATER}; write stretto plan --validate ROWS.csv")
+    from pathlib import Path
+
+    from stretto.plan.validate import table, validate
+
+    found = validate([Path(path) for path in asked.validate])
+    _print_json(found) if asked.json else print(table(found))
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------------------ jobs, keys
 
 
@@ -470,7 +494,7 @@ VERBS: Mapping[str, Verb] = {
     "check": Verb(
         "hold the job on its mesh against one process, tensor by tensor", "stretto check tiny mesh='dp=2' zero=3", _check_options, _check
     ),
-    "plan": Verb("the meshes that fit a cluster, best first", "stretto plan llama3-8b --cluster '1x8 h100'", _anything, None),
+    "plan": Verb("what a run will take: foretold beside what others measured", "stretto plan --validate rows.csv", _plan_options, _plan),
     "rehearse": Verb("the real step on fake tensors, at any number of ranks", "stretto rehearse llama3-8b mesh='dp=64'", _anything, None),
     "compare": Verb("one job on other frameworks, same weights and batches", "stretto compare 30m", _anything, None),
     "measure": Verb(
