@@ -33,7 +33,8 @@ def shapes() -> st.SearchStrategy[DecoderShape]:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [
+    ("name", "parameters"),
+    [
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),

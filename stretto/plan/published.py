@@ -24,6 +24,8 @@ from stretto.plan.sources import Row, cluster_of, seconds_of, source_of, stack_o
 
 #: Columns without which a row says too little.
 NEEDED = ("source", "gpu", "gpus", "dp", "tp", "pp", "layers", "hidden", "heads", "seq", "global_batch")
+#: Columns that a blank cell shares with the rows that agree with it in these.
+SHARED: Mapping[str, tuple[str, ...]] = MappingProxyType({"precision": ("source",), "heads": ("source", "hidden", "layers")})
 #: Heads of keys and values, and widths of an expert, of models whose rows leave them out, as the runs' own configurations have them.
 GROUPED: Mapping[str, int] = MappingProxyType({"llama3_405b": 16})
 WIDTHS: Mapping[str, int] = MappingProxyType({"deepseekv2": 1536, "deepseekv3": 2048, "Qwen3_30B": 768, "Qwen3_235B": 1536})
@@ -73,17 +75,26 @@ def read_runs(path: Path) -> list[Run | Skipped]:
     missing = [column for column in NEEDED if not rows or column not in rows[0]]
     if missing:
         raise JobError(f"{path} is no table of measured runs: it has no column {missing[0]}; docs/validation.md lists them")
-    return [_run(line, _with_what_its_table_says(row, rows)) for line, row in enumerate(rows, 2)]
+    said = {column: _said(rows, column, alike) for column, alike in SHARED.items()}
+    return [_run(line, _completed(row, said)) for line, row in enumerate(rows, 2)]
 
 
-def _with_what_its_table_says(row: Row, rows: Sequence[Row]) -> Row:
-    """A row whose dtype or heads are blank, as the other rows of its table have them, if those agree."""
+def _said(rows: Sequence[Row], column: str, alike: Sequence[str]) -> dict[tuple[str, ...], set[str]]:
+    """What the rows that agree in `alike` have in a column."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for row in rows:
+        if row.get(column):
+            found.setdefault(tuple(row[key] for key in alike), set()).add(row[column])
+    return found
+
+
+def _completed(row: Row, said: Mapping[str, Mapping[tuple[str, ...], set[str]]]) -> Row:
+    """A row whose dtype or heads are blank, with what the other rows of its table have, if those agree."""
     found = dict(row)
-    for column, alike in (("precision", ("source",)), ("heads", ("source", "hidden", "layers"))):
-        if not found.get(column):
-            others = {r[column] for r in rows if r.get(column) and all(r[key] == row[key] for key in alike)}
-            if len(others) == 1:
-                found[column] = others.pop()
+    for column, alike in SHARED.items():
+        others = said[column].get(tuple(row[key] for key in alike), set())
+        if not found.get(column) and len(others) == 1:
+            found[column] = next(iter(others))
     return found
 
 

@@ -11,11 +11,7 @@ from stretto.errors import JobError
 from stretto.plan.published import Run, Skipped, read_runs
 from stretto.plan.validate import by_source, foretell, table, validate
 
-COLUMNS = (
-    "source,model_name,layers,hidden,heads,kv_heads,ffn_hidden,gated_mlp,vocab,seq,experts,topk,gpu,gpus,dp,tp,sp,pp,vpp,cp,ep,zero_stage,"
-    "micro_batch,global_batch,recompute,precision,framework,measured_step_s,measured_tokens_per_s_per_gpu,measured_tflops_per_gpu,"
-    "measured_mfu_pct,measured_mem_gb_per_gpu,flops_convention,notes"
-).split(",")
+COLUMNS = ["source", "model_name", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "gated_mlp", "vocab", "seq", "experts", "topk", "gpu", "gpus", "dp", "tp", "sp", "pp", "vpp", "cp", "ep", "zero_stage", "micro_batch", "global_batch", "recompute", "precision", "framework", "measured_step_s", "measured_tokens_per_s_per_gpu", "measured_tflops_per_gpu", "measured_mfu_pct", "measured_mem_gb_per_gpu", "flops_convention", "notes"]
 #: Narayanan et al. 2021, arXiv 2104.04473, Table 1: GPT-18B on 256 A100.
 GPT18 = {
     "source": "Narayanan et al. 2021 (arXiv 2104.04473) Table 1", "model_name": "GPT-18B", "layers": "40", "hidden": "6144", "heads": "48",
@@ -35,7 +31,8 @@ LLAMA12 = {
     "source": "MooreThreads/SimuMax docs/b200", "model_name": "llama3_70b 12-layer slice", "layers": "12", "hidden": "8192", "heads": "64",
     "kv_heads": "8", "ffn_hidden": "28672", "gated_mlp": "1", "vocab": "128256", "seq": "4096", "gpu": "B200-SXM", "gpus": "8", "dp": "4",
     "tp": "2", "sp": "1", "pp": "1", "vpp": "1", "cp": "1", "zero_stage": "1", "micro_batch": "1", "global_batch": "16",
-    "recompute": "none", "precision": "bf16", "framework": "Megatron-LM 0.14-era + TE 2.11", "measured_step_s": "0.7255", "measured_mem_gb_per_gpu": "60.68",
+    "recompute": "none", "precision": "bf16", "framework": "Megatron-LM 0.14-era + TE 2.11",
+    "measured_step_s": "0.7255", "measured_mem_gb_per_gpu": "60.68",
 }  # fmt: skip
 
 
