@@ -122,7 +122,7 @@ class Part:
         return sum(matmul.flops_per_token for matmul in self.matmuls)
 
     @cached_property
-    def work(self) -> tuple[object, ...]:
+    def price_key(self) -> tuple[object, ...]:
         """What tells its cost: parts with equal work take equal time and memory."""
         return (self.matmuls, self.scores, self.passes, self.saved, self.is_block)
 

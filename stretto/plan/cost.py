@@ -81,7 +81,7 @@ class Costs:
         return sum(self._matmul(matmul)[2] for matmul in part.matmuls)
 
     def _once(self, kind: str, part: Part) -> Work:
-        key = (kind, *part.work, "" if part.is_block else part.name)
+        key = (kind, *part.price_key, "" if part.is_block else part.name)
         if key not in self._known:
             self._known[key] = self._forward(part) if kind == "F" else self._backward(part)
         return self._known[key]

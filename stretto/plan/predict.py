@@ -131,9 +131,9 @@ class Predictor:
 
     def share(self, part: Part) -> Share:
         """What this rank has of a part's weights."""
-        if part.work not in self._shares or not part.is_block:
-            self._shares[part.work] = share(part, self.setting)
-        return self._shares[part.work]
+        if part.price_key not in self._shares or not part.is_block:
+            self._shares[part.price_key] = share(part, self.setting)
+        return self._shares[part.price_key]
 
     def shares(self, stages: Sequence[int]) -> Share:
         return sum((self.share(part) for stage in stages for part in self.stages[stage]), Share())

@@ -11,7 +11,12 @@ from stretto.errors import JobError
 from stretto.plan.published import Run, Skipped, read_runs
 from stretto.plan.validate import by_source, foretell, table, validate
 
-COLUMNS = ["source", "model_name", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "gated_mlp", "vocab", "seq", "experts", "topk", "gpu", "gpus", "dp", "tp", "sp", "pp", "vpp", "cp", "ep", "zero_stage", "micro_batch", "global_batch", "recompute", "precision", "framework", "measured_step_s", "measured_tokens_per_s_per_gpu", "measured_tflops_per_gpu", "measured_mfu_pct", "measured_mem_gb_per_gpu", "flops_convention", "notes"]
+COLUMNS = [
+    "source", "model_name", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "gated_mlp", "vocab", "seq",
+    "experts", "topk", "gpu", "gpus", "dp", "tp", "sp", "pp", "vpp", "cp", "ep", "zero_stage", "micro_batch",
+    "global_batch", "recompute", "precision", "framework", "measured_step_s", "measured_tokens_per_s_per_gpu",
+    "measured_tflops_per_gpu", "measured_mfu_pct", "measured_mem_gb_per_gpu", "flops_convention", "notes",
+]  # fmt: skip
 #: Narayanan et al. 2021, arXiv 2104.04473, Table 1: GPT-18B on 256 A100.
 GPT18 = {
     "source": "Narayanan et al. 2021 (arXiv 2104.04473) Table 1", "model_name": "GPT-18B", "layers": "40", "hidden": "6144", "heads": "48",
