@@ -12,6 +12,7 @@ from stretto import cli
 from stretto.cli import VERBS, main
 from stretto.job import Job
 from stretto.launch import checking, training
+from stretto.verbs.words import load
 
 FOUND = {
     "kind": "check",
@@ -194,20 +195,20 @@ def test_options_and_keys_may_stand_in_any_order():
         parser = cli._Parser(prog="stretto train")
         VERBS["train"].options(parser)
         asked = parser.parse_intermixed_args(words.split())
-        job = cli._load(asked.words)
+        job = load(asked.words)
         assert asked.json and (job.name, job.steps, job.zero.stage) == ("tiny", 40, 3)
 
 
 def test_without_a_job_it_is_tiny_that_is_meant():
-    assert cli._load([]) == Job.load("tiny")
-    assert cli._load(["steps=3", "model.blocks=2"]) == Job.load("tiny", steps=3, **{"model.blocks": 2})
+    assert load([]) == Job.load("tiny")
+    assert load(["steps=3", "model.blocks=2"]) == Job.load("tiny", steps=3, **{"model.blocks": 2})
 
 
 def test_a_job_may_be_given_by_its_keys_alone_and_by_a_file(tmp_path):
-    alone = cli._load(["model=30m", "steps=3"])
+    alone = load(["model=30m", "steps=3"])
     assert alone == Job.load(model="30m", steps=3) and alone.name != "tiny"
     (tmp_path / "a=b.toml").write_text("steps = 7\n")
-    assert cli._load([str(tmp_path / "a=b.toml"), "zero=2"]).steps == 7
+    assert load([str(tmp_path / "a=b.toml"), "zero=2"]).steps == 7
 
 
 def emits_a_check(finding):

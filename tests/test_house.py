@@ -22,6 +22,7 @@ FLOORS = (
     {"engine", "fault", "draw"},
     {"adapters"},
     {"launch"},
+    {"verbs"},
     {"cli"},
     {"__main__"},
 )
