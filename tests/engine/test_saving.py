@@ -75,15 +75,13 @@ def moments(engine):
     for key in ("exp_avg", "exp_avg_sq"):
 
         def mine(group, key=key):
-            if not group.trainable:
-                return None
             flat = torch.zeros(group.update_high - group.update_low)
             for piece, (slot, start, stop) in zip(group.pieces, group.plan.pieces(group.update_low, group.update_high)):
                 at = slot.start + start - group.update_low
                 flat[at : at + stop - start] = engine.optimizer.state[piece.value][key].reshape(-1)
             return flat
 
-        found |= {f"{name}/{key}": whole for name, whole in whole_tensors(engine.parallel, "test", mine, engine.world.rank)}
+        found |= {f"{name}/{key}": whole for name, whole in whole_tensors(engine.parallel, "test", mine, trainable=True)}
     counts = {float(values["step"]) for values in engine.optimizer.state.values()} if engine.optimizer else set()
     return found, counts
 
