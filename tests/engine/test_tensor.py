@@ -336,7 +336,7 @@ def test_a_block_keeps_the_activations_that_reference_b_says(tp, sequence, recom
         def rank(world):
             sizes = {"blocks": blocks, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": 32}
             engine = Engine(library.load("tiny", overrides=sizes), job(f"tp={tp}", tensor=sequence, recompute=recompute), world)
-            engine.walk.begin_forward()
+            engine.parallel.stages[0].walk.begin_forward()
             with Alive() as alive:
                 logits = engine.model(torch.arange(rows * length).view(rows, length))
             engine.tensors.stream.forget()
