@@ -53,6 +53,8 @@ OWN = {
 
 def test_our_decoder_brings_a_plan_for_every_parameter():
     for name, shape in DECODERS.items():
+        if shape.planned_only:
+            continue
         small = shape.with_({"blocks": 2})
         model = Decoder(small, device="meta")
         rules = resolve(model, decoder_plan(small), 2, None)
