@@ -120,7 +120,7 @@ class World:
         if backend == "nccl":
             from stretto.comm.native import Native
 
-            return World(rank, size, local_rank, where, Native(rank, where, step_timeout), store, not given, True)
+            return World(rank, size, local_rank, where, Native(rank, where, step_timeout, store), store, not given, True)
         carrier: Transport = Messages(GlooMail(), rank, where)
         why = ""
         if where.type == "cpu" and transport in ("auto", "shm"):
