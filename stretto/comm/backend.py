@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torch.distributed import ReduceOp, Store  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from stretto.comm.execute import library
 from stretto.comm.machine import Machine, Unavailable
 from stretto.comm.shm import SharedMemory
 
@@ -282,7 +283,7 @@ def make(store: Store, rank: int, size: int, timeout: timedelta, name: str, rank
         number = whole.numbers[members] = whole.numbers.get(members, 0) + 1
         return Group(whole.transport, members, number, name)
     try:
-        machine = Machine.meet(rank, size, store)
+        machine = Machine.meet(rank, size, store, library() is not None)
     except Unavailable as error:
         raise RuntimeError(f'the stretto backend shares memory between ranks: {error}; write init_process_group("gloo")') from error
     made = Group(SharedMemory(machine, timeout.total_seconds()), tuple(range(size)), 0, name)

@@ -8,6 +8,7 @@ rank writes its own counter, and x86 shows writes in the order in which they wer
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from torch import Tensor
 from stretto.comm.machine import Machine, file_of, new_memory
 from stretto.errors import Mismatch, PeerLost
 
-#: Bytes of a slot: a piece that one rank wrote is still in cache when another reads it.
-SLOT = 1 << 20
+#: Bytes of a slot: a piece that one rank wrote is still in cache when another reads it. The compiled steps (comm/execute.py) have
+#: little to do between pieces, so they take smaller ones, which stay in a nearer cache.
+SLOT, SLOT_COMPILED = 1 << 20, 1 << 17
 #: Slots a rank: some are read while others are being filled.
-SLOTS = 3
+SLOTS = 4
 #: Pieces by which an activity runs ahead of the next one on the same piece.
 AHEAD = 1
 #: 8-byte words of a rank's own part of the counters, two cache lines: its count, its state, what its last calls asked for.
@@ -53,6 +55,35 @@ def described(signature: int) -> str:
     return f"{KINDS[signature >> 60]} of {signature & 0xFFFFFFFFFF} {dtype}"
 
 
+class State(ctypes.Structure):
+    """What a rank knows of a line; laid out as comm/steps.c reads it.
+
+    words: everybody's counters. slots: where the slots begin. stride: words a rank. count: activities I have done; start: before the
+    call under way. calls: that have begun. turn: pieces that have gone through slots; first: before the call under way. step: of that
+    call, -1 between calls. agreed: whether peers were seen to have asked for the same. free: for each slot the count of everybody
+    once it may be written again.
+    """
+
+    words: int | None
+    slots: int | None
+    count: int
+    start: int
+    calls: int
+    turn: int
+    first: int
+    step: int
+    agreed: int
+    free: ctypes.Array[ctypes.c_uint64]
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("words", "slots")),
+        *((name, ctypes.c_int64) for name in ("size", "index", "slot", "many", "stride", "calls_at", "calls_kept")),
+        *((name, ctypes.c_uint64) for name in ("count", "start", "calls")),
+        *((name, ctypes.c_int64) for name in ("turn", "first", "step", "agreed")),
+        ("free", ctypes.c_uint64 * 8),
+    ]
+
+
 class Line:
     """See the module. ranks: of the group, in its order. slot: bytes of one, a multiple of 64.
 
@@ -63,10 +94,7 @@ class Line:
         self.machine, self.ranks, self.name, self.slot = machine, ranks, name, slot
         self.size, self.index = len(ranks), ranks.index(machine.rank)
         self.others = tuple(i for i in range(self.size) if i != self.index)
-        self.count = 0  # activities I have done
-        self.calls = 0  # calls that have begun
-        self.turn = 0  # pieces that have gone through slots
-        self.free = [0] * SLOTS  # count of everybody once a slot may be written again
+        self.state = State(None, None, self.size, self.index, slot, SLOTS, WORDS, CALLS, CALLS_KEPT, step=-1)
         self.memory: Tensor | None = None
         self._words = memoryview(b"")
         self._base = 0
@@ -110,6 +138,7 @@ class Line:
         self.memory, self._descriptor = memory, descriptor
         self._base = memory.data_ptr() + self._head
         self._words = memoryview(memory[: self._head].numpy()).cast("Q")  # type: ignore[arg-type]
+        self.state.words, self.state.slots = memory.data_ptr(), self._base
         self._own = self.index * WORDS
         self._words[self._own + STATE] = PRESENT
 
@@ -138,11 +167,15 @@ class Line:
 
     # -- counting --------------------------------------------------------------------------------------------------
 
-    def tick(self) -> int:
-        """I have done one more activity; its number, which others wait for."""
-        self.count += 1
-        self._words[self._own] = self.count
-        return self.count
+    @property
+    def count(self) -> int:
+        """Activities I have done."""
+        return self.state.count
+
+    def tick(self) -> None:
+        """I have done one more activity."""
+        self.state.count += 1
+        self._words[self._own] = self.state.count
 
     def reached(self, need: Need) -> bool:
         words, (who, number) = self._words, need
@@ -162,14 +195,18 @@ class Line:
 
     # -- agreement -------------------------------------------------------------------------------------------------
 
-    def begin(self, asked: int) -> None:
-        """A call begins: leave word of what it asks for, before its first activity is counted."""
-        self._words[self._own + CALLS + self.calls % CALLS_KEPT] = asked
-        self.calls += 1
+    def begin(self, asked: int, pieces: int) -> None:
+        """A call begins: leave word of what it asks for, before its first activity is counted. pieces: it takes through slots."""
+        state = self.state
+        self._words[self._own + CALLS + state.calls % CALLS_KEPT] = asked
+        state.calls += 1
+        state.step, state.agreed, state.start, state.first = 0, 0, state.count, state.turn
+        state.turn += pieces
 
     def agree(self, who: Sequence[int]) -> None:
         """Raise Mismatch if one of these, whose first activity of this call is done, asked for something else."""
-        place = CALLS + (self.calls - 1) % CALLS_KEPT
+        calls = self.state.calls
+        place = CALLS + (calls - 1) % CALLS_KEPT
         mine = self._words[self._own + place]
         for i in who:
             theirs = self._words[i * WORDS + place]
@@ -177,13 +214,17 @@ class Line:
                 continue
             me, peer, asked, other = self.machine.rank, self.ranks[i], described(mine), described(theirs)
             if asked != other:
-                raise Mismatch(f"{self.name}, call {self.calls}: rank {me} asks for {asked}, rank {peer} for {other}")
+                raise Mismatch(f"{self.name}, call {calls}: rank {me} asks for {asked}, rank {peer} for {other}")
             raise Mismatch(
-                f"{self.name}, call {self.calls}: ranks {me} and {peer} ask for {asked}, but cut otherwise, by another operation, or "
+                f"{self.name}, call {calls}: ranks {me} and {peer} ask for {asked}, but cut otherwise, by another operation, or "
                 "lying elsewhere in shared memory"
             )
 
     # -- slots -----------------------------------------------------------------------------------------------------
+
+    def slot_of(self, piece: int) -> int:
+        """The slot through which this piece of the call under way goes."""
+        return (self.state.first + piece) % SLOTS
 
     def address(self, member: int, slot: int) -> int:
         """Where a slot of a member of the group begins in this process."""

@@ -71,10 +71,10 @@ def _map(path: str, bytes_: int) -> Tensor:
 
 
 class Machine:
-    """The ranks on this rank's machine, which can share memory. Made by `meet`."""
+    """The ranks on this rank's machine, which can share memory. Made by `meet`. compiled: all of them have the compiled steps."""
 
-    def __init__(self, rank: int, machines: Sequence[tuple[int, ...]], pids: dict[int, int], store: Store) -> None:
-        self.rank, self.machines, self.store = rank, tuple(machines), store
+    def __init__(self, rank: int, machines: Sequence[tuple[int, ...]], pids: dict[int, int], store: Store, compiled: bool = False) -> None:
+        self.rank, self.machines, self.store, self.compiled = rank, tuple(machines), store, compiled
         self.ranks = next(ranks for ranks in machines if rank in ranks)
         #: Cores that these ranks have together.
         self.cores = len(os.sched_getaffinity(0))
@@ -88,10 +88,11 @@ class Machine:
             raise Unavailable(f"process {pid} of rank {peer} cannot be watched: {error.strerror}") from error
 
     @staticmethod
-    def meet(rank: int, size: int, store: Store) -> Machine:
+    def meet(rank: int, size: int, store: Store, compiled: bool = False) -> Machine:
         """Find out, together with all other ranks, who shares my machine, and try out that memory can be shared.
 
-        Collective. Raises Unavailable on all ranks if it fails on one, naming the first.
+        compiled: whether this rank has the compiled steps of comm/execute.py. Collective.
+        Raises Unavailable on all ranks if it fails on one, naming the first.
         """
         number = store.add(f"shm/meetings/{rank}", 1)  # each rank's n-th meeting is everybody's
         store = PrefixStore(f"shm/{number}", store)
@@ -103,7 +104,7 @@ class Machine:
                 here = _place()
             except OSError as error:
                 why = f"a nameless file cannot be made and mapped: {error}"
-        told = {"place": here, "file": file_of(descriptor) if descriptor >= 0 else (0, 0, 0)}
+        told = {"place": here, "file": file_of(descriptor) if descriptor >= 0 else (0, 0, 0), "compiled": compiled}
         places = [json.loads(text) for text in _exchange(store, "place", rank, size, json.dumps(told))]
         machines: dict[str, list[int]] = {}
         for peer, place in enumerate(places):
@@ -115,7 +116,9 @@ class Machine:
                 for peer in machines[here]:
                     if int(peers_memory(files[peer], 8)[7]) != peer % 251:
                         raise FileNotFoundError("it holds other values")
-                machine = Machine(rank, [tuple(ranks) for ranks in machines.values()], {p: f.pid for p, f in files.items()}, store)
+                everybody = [tuple(ranks) for ranks in machines.values()]
+                compiled = all(places[peer]["compiled"] for peer in machines[here])
+                machine = Machine(rank, everybody, {p: f.pid for p, f in files.items()}, store, compiled)
             except OSError as error:
                 why = f"memory of rank {peer} cannot be mapped: {error}"
             except Unavailable as error:

@@ -6,21 +6,17 @@ every run.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from stretto.comm.combine import CODES, combine
+from stretto.comm.combine import CODES
 from stretto.comm.line import Line, signature
-from stretto.comm.recipe import Activity, Recipe, nothing
+from stretto.comm.recipe import INTO, MEMBER, Act, Activity, Combine, Copy, Place, Recipe, X, nothing
 
 #: Up to this many bytes everybody adds up everything: one wait less, more additions.
 SMALL = 1 << 15
-#: Copies bytes (to, from, number) between addresses: for small pieces half the price of making tensors of them first.
-copy = ctypes.memmove
 
 
 def all_reduce(line: Line, elements: int, dtype: torch.dtype, op: str) -> Recipe:
@@ -29,53 +25,49 @@ def all_reduce(line: Line, elements: int, dtype: torch.dtype, op: str) -> Recipe
     pieces = max(1, -(-bytes_ // line.slot))
     # of two ranks each takes as many bytes from the other either way, and this has one wait less
     how = _all_for_oneself if line.size == 2 or bytes_ <= min(SMALL, line.slot) else _a_part_for_all
-    return Recipe(line, asked, how(line, elements, dtype, op), line.others, pieces, slots=True, fills=True)
+    return Recipe(line, asked, how(line, elements, dtype), line.others, pieces, dtype=dtype, op=op, slots=True, fills=True)
 
 
-def _all_for_oneself(line: Line, elements: int, dtype: torch.dtype, op: str) -> tuple[Activity, ...]:
+def _all_for_oneself(line: Line, elements: int, dtype: torch.dtype) -> tuple[Activity, ...]:
     """Every rank leaves its x in its slot and combines all that the others left."""
     index, itemsize, most = line.index, dtype.itemsize, line.slot // dtype.itemsize
 
-    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+    def write(piece: int) -> Sequence[Act]:
         first = piece * most
-        copy(line.address(index, slot), x.data_ptr() + first * itemsize, min(most, elements - first) * itemsize)
+        return [Copy(Place(MEMBER + index, 0), Place(X, first * itemsize), min(most, elements - first) * itemsize)]
 
-    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        mine = x if elements <= most else x[piece * most : (piece + 1) * most]
-        parts = line.parts(slot, dtype, 0, len(mine))
-        # with x at its place in the order; from three ranks on x is written before it would be read there, so its copy is
-        combine([*parts[:index], mine, *parts[index + 1 :]] if len(parts) == 2 else parts, mine, op, spare=lambda: mine)
+    def add_up(piece: int) -> Sequence[Act]:
+        mine = Place(X, piece * most * itemsize)
+        parts = [Place(MEMBER + i, 0) if i != index else mine for i in range(line.size)]
+        return [Combine(mine, tuple(parts), min(most, elements - piece * most))]
 
     return write, add_up
 
 
-def _a_part_for_all(line: Line, elements: int, dtype: torch.dtype, op: str) -> tuple[Activity, ...]:
+def _a_part_for_all(line: Line, elements: int, dtype: torch.dtype) -> tuple[Activity, ...]:
     """Of each piece every rank combines one part. In its slot it leaves the others' parts of its x, then its part of the result."""
     size, index, itemsize, most = line.size, line.index, dtype.itemsize, line.slot // dtype.itemsize
 
     def bounds(piece: int) -> list[int]:
         length = min(most, elements - piece * most)
-        return [length * i // size for i in range(size + 1)]
+        return [length * i // size * itemsize for i in range(size + 1)]
 
-    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        cuts, to, source = bounds(piece), line.address(index, slot), x.data_ptr() + piece * most * itemsize
-        copy(to, source, cuts[index] * itemsize)
-        above = cuts[index + 1] * itemsize
-        copy(to + above, source + above, cuts[-1] * itemsize - above)
+    def write(piece: int) -> Sequence[Act]:
+        cuts, start = bounds(piece), piece * most * itemsize
+        below = Copy(Place(MEMBER + index, 0), Place(X, start), cuts[index])
+        above = cuts[index + 1]
+        return [below, Copy(Place(MEMBER + index, above), Place(X, start + above), cuts[-1] - above)]
 
-    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        cuts = bounds(piece)
-        low, high = cuts[index], cuts[index + 1]
-        parts = line.parts(slot, dtype, low, high)
-        result = parts[index]
-        mine = x[piece * most + low : piece * most + high]
-        combine([*parts[:index], mine, *parts[index + 1 :]], result, op, spare=lambda: result)
-        copy(mine.data_ptr(), result.data_ptr(), (high - low) * itemsize)
+    def add_up(piece: int) -> Sequence[Act]:
+        cuts, start = bounds(piece), piece * most * itemsize
+        low, bytes_ = cuts[index], cuts[index + 1] - cuts[index]
+        mine, result = Place(X, start + low), Place(MEMBER + index, low)
+        parts = [Place(MEMBER + i, low) if i != index else mine for i in range(size)]
+        return [Combine(result, tuple(parts), bytes_ // itemsize), Copy(mine, result, bytes_)]
 
-    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        cuts, to = bounds(piece), x.data_ptr() + piece * most * itemsize
-        for i in line.others:
-            copy(to + cuts[i] * itemsize, line.address(i, slot) + cuts[i] * itemsize, (cuts[i + 1] - cuts[i]) * itemsize)
+    def read(piece: int) -> Sequence[Act]:
+        cuts, start = bounds(piece), piece * most * itemsize
+        return [Copy(Place(X, start + cuts[i]), Place(MEMBER + i, cuts[i]), cuts[i + 1] - cuts[i]) for i in line.others]
 
     return write, add_up, read
 
@@ -85,28 +77,25 @@ def reduce_scatter(line: Line, bounds: tuple[int, ...], dtype: torch.dtype, accu
     size, index, itemsize = line.size, line.index, dtype.itemsize
     stretch = line.slot // itemsize // size
     start, mine = bounds[index], bounds[index + 1] - bounds[index]
-    pieces = _pieces(bounds, stretch)
-    # to make a tensor of my slice of x takes longer than to copy it into the slot, where tensors are kept
-    copied = pieces == 1 and mine * itemsize <= SMALL
 
-    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        to, source = line.address(index, slot), x.data_ptr()
-        for i in range(size) if copied else line.others:
+    def write(piece: int) -> Sequence[Act]:
+        acts = []
+        for i in line.others:
             low, high = _stretch(bounds, i, piece, stretch)
-            copy(to + i * stretch * itemsize, source + low * itemsize, (high - low) * itemsize)
+            acts.append(Copy(Place(MEMBER + index, i * stretch * itemsize), Place(X, low * itemsize), (high - low) * itemsize))
+        return acts
 
-    def add_up(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+    def add_up(piece: int) -> Sequence[Act]:
         low, high = piece * stretch, min((piece + 1) * stretch, mine)
         if low >= high:
-            return
-        parts = line.parts(slot, dtype, index * stretch, index * stretch + high - low)
-        if copied:
-            combine(parts, into, op, accumulate)
-        else:
-            combine([*parts[:index], x[start + low : start + high], *parts[index + 1 :]], into[low:high], op, accumulate)
+            return ()
+        here, own = Place(X, (start + low) * itemsize), index * stretch * itemsize
+        parts = tuple(Place(MEMBER + i, own) if i != index else here for i in range(size))
+        return [Combine(Place(INTO, low * itemsize), parts, high - low, accumulate)]
 
     asked = signature("reduce_scatter", bounds[-1], dtype, (*bounds, CODES[op]))
-    return Recipe(line, asked, (write, add_up), line.others, pieces, slots=True, fills=True)
+    pieces = _pieces(bounds, stretch)
+    return Recipe(line, asked, (write, add_up), line.others, pieces, dtype=dtype, op=op, slots=True, fills=True)
 
 
 def all_gather(line: Line, bounds: tuple[int, ...], dtype: torch.dtype) -> Recipe:
@@ -114,15 +103,13 @@ def all_gather(line: Line, bounds: tuple[int, ...], dtype: torch.dtype) -> Recip
     index, itemsize = line.index, dtype.itemsize
     most = line.slot // itemsize
 
-    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+    def write(piece: int) -> Sequence[Act]:
         low, high = _stretch(bounds, index, piece, most)
-        copy(line.address(index, slot), x.data_ptr() + low * itemsize, (high - low) * itemsize)
+        return [Copy(Place(MEMBER + index, 0), Place(X, low * itemsize), (high - low) * itemsize)]
 
-    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
-        to = x.data_ptr()
-        for i in line.others:
-            low, high = _stretch(bounds, i, piece, most)
-            copy(to + low * itemsize, line.address(i, slot), (high - low) * itemsize)
+    def read(piece: int) -> Sequence[Act]:
+        stretches = [(i, *_stretch(bounds, i, piece, most)) for i in line.others]
+        return [Copy(Place(X, low * itemsize), Place(MEMBER + i, 0), (high - low) * itemsize) for i, low, high in stretches]
 
     asked = signature("all_gather", bounds[-1], dtype, bounds)
     return Recipe(line, asked, (write, read), line.others, _pieces(bounds, most), slots=True, fills=True)
@@ -131,15 +118,15 @@ def all_gather(line: Line, bounds: tuple[int, ...], dtype: torch.dtype) -> Recip
 def broadcast(line: Line, elements: int, dtype: torch.dtype, source: int, kind: str = "broadcast") -> Recipe:
     """x of the group's member `source`, in place on the others. The source waits only for slots to be free."""
     bytes_, asked = elements * dtype.itemsize, signature(kind, elements, dtype, (source,))
-    pieces = max(1, -(-bytes_ // line.slot))
+    pieces, left = max(1, -(-bytes_ // line.slot)), Place(MEMBER + source, 0)
 
-    def write(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+    def write(piece: int) -> Sequence[Act]:
         offset = piece * line.slot
-        copy(line.address(source, slot), x.data_ptr() + offset, min(line.slot, bytes_ - offset))
+        return [Copy(left, Place(X, offset), min(line.slot, bytes_ - offset))]
 
-    def read(x: Tensor, into: Tensor, piece: int, slot: int) -> None:
+    def read(piece: int) -> Sequence[Act]:
         offset = piece * line.slot
-        copy(x.data_ptr() + offset, line.address(source, slot), min(line.slot, bytes_ - offset))
+        return [Copy(Place(X, offset), left, min(line.slot, bytes_ - offset))]
 
     if line.index == source:
         return Recipe(line, asked, (write, nothing), (), pieces, slots=True, fills=True)

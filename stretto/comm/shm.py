@@ -27,13 +27,15 @@ from torch import Tensor
 
 from stretto.comm import inplace, pieces
 from stretto.comm.combine import check
-from stretto.comm.line import NOBODY, SLOT, SLOTS, Line, Need, signature
+from stretto.comm.execute import carrier
+from stretto.comm.line import SLOT, SLOT_COMPILED, Line, Need, signature
 from stretto.comm.machine import Machine, file_of, new_memory
 from stretto.comm.recipe import Recipe, barrier
 from stretto.errors import PeerLost
 
-#: Looks at a peer's count before the core is offered to others, where every rank has a core of its own.
-LOOKS = 20
+#: Looks at a peer's count before the core is offered to others, where every rank has a core of its own: some 10 microseconds.
+LOOKS, LOOKS_COMPILED = 20, 400
+TRIES = 3
 #: Seconds of waiting after which a rank sleeps between looks, and for how long.
 PATIENCE, NAP = 2e-3, 5e-5
 #: Recipes that are kept for calls to come.
@@ -59,14 +61,13 @@ class Area:
 
 
 class Work:
-    """A collective under way: how far its recipe has come."""
+    """A collective under way."""
 
-    __slots__ = ("_agreed", "_counts", "_first", "_into", "_kept", "_step", "_transport", "_x", "done", "error", "line", "need", "recipe")
+    __slots__ = ("_into", "_kept", "_number", "_transport", "_x", "done", "error", "line", "recipe")
 
     def __init__(self, transport: SharedMemory, recipe: Recipe, x: Tensor, into: Tensor) -> None:
         self._transport, self.recipe, self._x, self._into = transport, recipe, x, into
-        self.line, self._kept, self._step, self._agreed = recipe.line, recipe.kept, -1, False
-        self.need: Need = NOBODY
+        self.line, self._kept = recipe.line, recipe.kept
         self.done = False
         self.error: BaseException | None = None
 
@@ -79,7 +80,10 @@ class Work:
 
     def wait(self) -> None:
         """Until the result is there and x may be written again. Raises PeerLost if a peer is gone, Mismatch if it asked otherwise."""
-        self.result()
+        if not self.done:
+            self._transport.until(self)
+        if self.error is not None:
+            raise self.error
         if self._kept:
             self._transport.until(self, read=True)
             if self.error is not None:
@@ -94,42 +98,17 @@ class Work:
 
     def has_come(self, read: bool) -> bool:
         """Whether it is done, and if `read`, peers have read what was handed in; or whether that will never be."""
-        return (self.done and (not read or self.line.reached(self.need))) or self.error is not None
+        return (self.done and (not read or self.line.reached(self.need()))) or self.error is not None
 
-    def advance(self) -> None:
-        """Go on as far as peers allow; then `done` is True or `need` says what is waited for."""
-        recipe, line = self.recipe, self.line
-        steps, slots, after, last = recipe.steps, recipe.slots, recipe.after, recipe.last
-        if self._step < 0:
-            line.begin(recipe.asked)
-            self._step, self._first, self._counts = 0, line.turn, [0] * recipe.pieces
-            if slots:
-                line.turn += recipe.pieces
-            if recipe.fills:
-                self.need = (line.others, line.free[self._first % SLOTS])
-        counts = self._counts
-        while line.reached(self.need):
-            stage, piece = steps[self._step]
-            if stage and not self._agreed:
-                line.agree(after)
-                self._agreed = True
-            slot = (self._first + piece) % SLOTS
-            recipe.activities[stage](self._x, self._into, piece, slot)
-            counts[piece] = number = line.tick()
-            if slots and stage == last:
-                line.free[slot] = number
-            self._step += 1
-            if self._step == len(steps):
-                self.need, self.done = (line.others, number), True
-                line.settle()
-                return
-            stage, piece = steps[self._step]
-            if stage:
-                self.need = (after, counts[piece])
-            elif recipe.fills:
-                self.need = (line.others, line.free[(self._first + piece) % SLOTS])
-            else:
-                self.need = NOBODY
+    def need(self) -> Need:
+        """Whom it waits for: to go on, or once it is done, until they have read."""
+        return (self.line.others, self._number) if self.done else self.recipe.need()
+
+    def advance(self, looks: int) -> None:
+        """Go on as far as peers allow, looking `looks` times before giving up for now."""
+        if self.recipe.go(self.recipe, self._x, self._into, looks):
+            self.done, self._number = True, self.line.count
+            self.line.settle()
 
 
 class SharedMemory:
@@ -137,9 +116,13 @@ class SharedMemory:
 
     name = "shm"
 
-    def __init__(self, machine: Machine, timeout: float = 600.0, slot: int = SLOT) -> None:
-        self.machine, self.rank, self.timeout, self.slot = machine, machine.rank, timeout, slot
-        self._looks = LOOKS if len(machine.ranks) <= machine.cores else 0
+    def __init__(self, machine: Machine, timeout: float = 600.0, slot: int | None = None) -> None:
+        self.machine, self.rank, self.timeout = machine, machine.rank, timeout
+        self.slot = slot or (SLOT_COMPILED if machine.compiled else SLOT)
+        self._looks = self._tries = 0  # in a step, and of all steps under way, before the core is offered to others
+        if len(machine.ranks) <= machine.cores:
+            self._looks = LOOKS_COMPILED if machine.compiled else LOOKS
+            self._tries = TRIES
         self._lines: dict[tuple[str, tuple[int, ...], int], Line] = {}
         self._queues: dict[Line, deque[Work]] = {}  # of lines with work under way
         self._broken: dict[Line, BaseException] = {}
@@ -243,6 +226,7 @@ class SharedMemory:
 
     def _keep(self, key: Hashable, recipe: Recipe) -> Recipe:
         """Keep a recipe for calls that are alike."""
+        recipe.go = carrier(recipe, self.machine.compiled)
         if len(self._recipes) >= RECIPES:
             self._recipes.clear()
         self._recipes[key] = recipe
@@ -294,6 +278,7 @@ class SharedMemory:
         """Exchange where memory is to be found."""
         recipe = pieces.all_gather(self._line("memory", ranks, 0), tuple(range(0, len(files) + 1, 2)), files.dtype)
         recipe.asked = signature("memory", bytes_, torch.uint8, ())
+        recipe.go = carrier(recipe, self.machine.compiled)
         self._issue(recipe, files, files).wait()
 
     def _forget(self, start: int) -> None:
@@ -350,16 +335,16 @@ class SharedMemory:
             queue = self._queues.get(work.line)
             if queue:
                 queue.append(work)
-            elif not self._advance(work):
+            elif not self._advance(work, 0):
                 self._queues[work.line] = deque((work,))
         return work
 
-    def progress(self) -> bool:
-        """Go on with every recipe as far as its peers allow; whether anything was done."""
+    def progress(self, looks: int = 0) -> bool:
+        """Go on with every recipe as far as its peers allow; whether anything was done. looks: at each count that is waited for."""
         moved = False
         for line, queue in list(self._queues.items()):
             before = line.count
-            while queue and self._advance(queue[0]):
+            while queue and self._advance(queue[0], looks):
                 queue.popleft()
                 moved = True
             if not queue:
@@ -367,15 +352,15 @@ class SharedMemory:
             moved |= line.count != before
         return moved
 
-    def _advance(self, work: Work) -> bool:
+    def _advance(self, work: Work, looks: int) -> bool:
         """Go on with the work whose turn it is on its line; whether it has come to its end."""
         line = work.line
         try:
-            if line in self._broken:
+            if self._broken and line in self._broken:
                 raise self._broken[line]
-            if not line.open():
+            if line.memory is None and not line.open():
                 return False
-            work.advance()
+            work.advance(looks)
         except Exception as error:  # handed to whoever waits; what comes after it on this line would be out of step
             self._broken[line] = work.error = error
             work.done = True
@@ -385,20 +370,17 @@ class SharedMemory:
         """Wait until the work is done, and if `read`, until peers have read what was handed in. Meanwhile everything under way
         goes on ([Note: serving while waiting])."""
         line = work.line
-        for _ in range(self._looks):  # if it comes at once, nothing more need be done to wait for it
-            if line.reached(work.need):
-                break
-        looks, idle_since, count, stuck_since, checked = 0, 0.0, -1, 0.0, 0.0
+        tries, idle_since, count, stuck_since, checked = 0, 0.0, -1, 0.0, 0.0
         while True:
             with self.lock:
-                moved = bool(self._queues) and self.progress()
+                moved = bool(self._queues) and self.progress(self._looks if len(self._queues) == 1 else 0)
                 if work.has_come(read):
                     return
-            looks = 0 if moved else looks + 1
-            if looks <= self._looks:
+            tries = 0 if moved else tries + 1
+            if tries <= self._tries:
                 continue
             now = time.monotonic()
-            if looks == self._looks + 1:
+            if tries == self._tries + 1:
                 idle_since = now
             if line.count != count:
                 count, stuck_since, checked = line.count, now, now
@@ -414,7 +396,7 @@ class SharedMemory:
         """Give the work up if it waits for somebody who is gone, or for too long."""
         with self.lock:
             line = work.line
-            late = line.behind(work.need if work.done else self._queues[line][0].need)
+            late = line.behind(work.need() if work.done else self._queues[line][0].need())
             if any(line.has_left(rank) or self.machine.gone(rank) for rank in late):
                 lost = [rank for rank in line.ranks if self.machine.gone(rank) and not line.has_left(rank)]
                 if lost:  # a rank that has left had lost another before: of all, name one that went without a word

@@ -199,9 +199,10 @@ def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: fl
 
 def _shared(rank: int, size: int, store: Store, timeout: float) -> Transport:
     """Shared memory, where all ranks are on one machine. Raises Unavailable on every rank if it cannot be had on one."""
+    from stretto.comm.execute import library
     from stretto.comm.shm import SharedMemory
 
-    machine = Machine.meet(rank, size, store)
+    machine = Machine.meet(rank, size, store, library() is not None)
     if len(machine.machines) > 1:
         machine.close()
         raise Unavailable(f"the ranks are on {len(machine.machines)} machines, and shared memory reaches over one")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import random
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from stretto.comm import shm
+from stretto.comm.execute import library
 from stretto.comm.line import SLOTS, Line
 from stretto.comm.machine import Machine
 from stretto.comm.pieces import SMALL
@@ -37,8 +40,21 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8)
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
+#: How the steps of a recipe are carried out; compiled where there is a compiler, see the last test here.
+WAYS = [False] if library() is None else [False, True]
+
+
+@pytest.fixture(params=WAYS, ids=lambda compiled: "compiled" if compiled else "python", autouse=True)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(sys.modules[__name__], "COMPILED", request.param)
+    return bool(request.param)
+
+
+COMPILED = False
+
+
 def meet(rank: int, ranks: int, store: Store, timeout: float = 30.0, slot: int = SLOT) -> SharedMemory:
-    return SharedMemory(Machine.meet(rank, ranks, store), timeout, slot)
+    return SharedMemory(Machine.meet(rank, ranks, store, COMPILED), timeout, slot)
 
 
 def run(fn: Callable[[World], Any], ranks: int, **options: Any) -> list[Any]:
@@ -52,18 +68,26 @@ def over(world: World) -> SharedMemory:
 
 @pytest.fixture
 def jitter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Every activity of every rank takes a time of its own, drawn from the seed that this is called with."""
-    tick = Line.tick
+    """Every activity of every rank takes a time of its own, drawn from the seed that this is called with; compiled, every call."""
+    tick, issue = Line.tick, SharedMemory._issue
 
     def shake(seed: int) -> None:
         chance = random.Random(seed)
 
-        def late(line: Line) -> int:
+        def sleep() -> None:
             if chance.random() < 0.3:
                 time.sleep(chance.random() * 2e-3)
-            return tick(line)
+
+        def late(line: Line) -> None:
+            sleep()
+            tick(line)
+
+        def late_call(self: SharedMemory, *asked: Any) -> Any:
+            sleep()
+            return issue(self, *asked)
 
         monkeypatch.setattr(Line, "tick", late)
+        monkeypatch.setattr(SharedMemory, "_issue", late_call)
 
     yield shake
 
@@ -463,3 +487,7 @@ def test_a_rank_that_leaves_frees_those_who_wait_for_it(monkeypatch: pytest.Monk
 
     with pytest.raises(ValueError, match="boom"):
         run(rank, 2)
+
+
+def test_the_steps_are_compiled_wherever_there_is_a_compiler() -> None:
+    assert shutil.which("cc") is None or library() is not None
