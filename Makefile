@@ -19,10 +19,10 @@ train: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m ruff check stretto tests benchmarks examples
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -m "not gpu and not grid"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not grid"
 
 grid: $(VENV)/installed
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step.py
