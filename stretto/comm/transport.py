@@ -125,7 +125,7 @@ class World:
         why = ""
         if where.type == "cpu" and transport in ("auto", "shm"):
             try:
-                carrier = _shared(rank, size, store, step_timeout)
+                carrier = _shared(rank, size, store, step_timeout, carrier if transport == "auto" else None)
             except Unavailable as error:
                 if transport == "shm":
                     raise JobError(f"comm.transport=shm: {error}; write comm.transport=gloo") from error
@@ -197,16 +197,22 @@ def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: fl
         raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
 
 
-def _shared(rank: int, size: int, store: Store, timeout: float) -> Transport:
-    """Shared memory, where all ranks are on one machine. Raises Unavailable on every rank if it cannot be had on one."""
+def _shared(rank: int, size: int, store: Store, timeout: float, far: Transport | None) -> Transport:
+    """Shared memory inside each machine, `far` between them. Raises Unavailable on every rank if it cannot be had on one.
+
+    far None: only for ranks of one machine.
+    """
     from stretto.comm.execute import library
+    from stretto.comm.nearby import Nearby
     from stretto.comm.shm import SharedMemory
 
     machine = Machine.meet(rank, size, store, library() is not None)
-    if len(machine.machines) > 1:
-        machine.close()
-        raise Unavailable(f"the ranks are on {len(machine.machines)} machines, and shared memory reaches over one")
-    return SharedMemory(machine, timeout)
+    if len(machine.machines) == 1:
+        return SharedMemory(machine, timeout)
+    if far is not None and len(machine.machines) < size:
+        return Nearby(SharedMemory(machine, timeout), far)
+    machine.close()
+    raise Unavailable(f"the ranks are on {len(machine.machines)} machines, and shared memory reaches over one")
 
 
 def _posted(work: Handle | None) -> Handle:
