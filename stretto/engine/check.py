@@ -20,8 +20,8 @@ from stretto.engine.wide import widen
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.models import library
+from stretto.models.stages import block_list
 from stretto.parallel.precision import Precision
-from stretto.parallel.units import block_list
 
 #: How far the mesh may be from one process, by the dtype of the computation: its rounding unit times what a sum of
 #: thousands of terms in another order makes of it. A wrong scale or a missing term is far above each.

@@ -35,7 +35,7 @@ from stretto.layout.mesh import AXES, Mesh
 from stretto.layout.stages import split_model
 from stretto.layout.zero import ZeroPolicy
 from stretto.models import library
-from stretto.models.stages import StagePlan, stage_plan
+from stretto.models.stages import stage_items
 from stretto.parallel.parallelize import Cut, parallelize, sum_over_tp
 from stretto.parallel.place import Fill
 from stretto.parallel.precision import Precision
@@ -55,7 +55,8 @@ class Engine:
     None the values of rank 0 are everybody's. world: None reads torchrun's or srun's environment. forward(model, batch)
     defaults to model(**batch) without labels; loss(output, batch) -> (sum, count) to next-token cross-entropy; optimizer: a
     function from parameter groups to a torch optimizer. regular: names of modules outside the block list that run exactly
-    once a forward, in order; ZeRO 3 then frees them between uses. Raises JobError for what cannot work.
+    once a forward, in order; ZeRO 3 then frees them between uses. stages: what pipeline stages share, in the order in which it
+    runs, as ["embed", "layers", "norm", "head"], where that is not the order of definition. Raises JobError for what cannot work.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         optimizer: MakeOptimizer | None = None,
         initial: Fill | None = None,
         regular: Sequence[str] | None = None,
+        stages: Sequence[str] = (),
     ) -> None:
         if isinstance(model, library.Loaded):
             loss, forward, initial = loss or model.loss, forward or model.forward, initial or _values(model, job.seed)
@@ -100,8 +102,8 @@ class Engine:
         )
         keys, compiled = job.pipeline, job.compile.mode == "block"
         step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)
-        self.stage_plan = StagePlan(()) if step.stages == 1 else stage_plan(model, job.batch.seq_len, job.recompute)
-        split = split_model(self.stage_plan.items, step.rank_of, keys.split)
+        items = () if step.stages == 1 else stage_items(model, job.batch.seq_len, job.recompute, stages)
+        split = split_model(items, step.rank_of, keys.split)
         self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, split)
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from stretto.data.batch import Batch
-from stretto.engine.loss import logits_of
 from stretto.engine.underway import Between, Key
 from stretto.parallel.boundary import Boundary
 from stretto.schedule.action import Action
@@ -57,7 +56,7 @@ class Passes:
             microbatch = microbatch.to(self.engine.world.device, self.engine.precision.compute)
             whole = self._call(stage, microbatch, given)
             if not stage.last:
-                output = logits_of(whole)  # a model's head passes on what came to it
+                output = whole
             elif now.finish is not None:
                 output = now.finish(whole, microbatch)
         stage.walk.end_forward()
@@ -106,24 +105,12 @@ class Passes:
     def _call(self, stage: Stage, microbatch: Batch, given: Tensor | None) -> Any:
         """The stage's own forward. given: what the stage before made."""
         stream = self.engine.tensors.stream
-        if given is not None:
-            microbatch, stream.tokens = self._with_input(microbatch, given)
         stream.cuts_logits = self.engine.cuts_logits
         try:
-            return self.engine.forward(stage.model, microbatch)
+            return stage.passage.run(lambda: self.engine.forward(stage.model, microbatch), given)
         finally:
             stream.cuts_logits = False
             stream.forget()
-
-    def _with_input(self, microbatch: Batch, given: Tensor) -> tuple[Batch, tuple[int, ...]]:
-        """What a later stage is called with, and how many tokens [B, T] there are: `given` may be a tp rank's part of them, so their
-        positions come with it."""
-        plan = self.engine.stage_plan
-        tokens = tuple(microbatch[plan.replaced].shape)
-        positions = torch.arange(tokens[-1], device=given.device)
-        values = {plan.positions: positions, **microbatch.values, plan.entry: given}
-        del values[plan.replaced]
-        return Batch(values, microbatch.rows, microbatch.local), tokens
 
     # -- from stage to stage ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallel.units import block_list
+from stretto.models.stages import block_list
 
 
 class Wide(TorchFunctionMode):

@@ -149,22 +149,13 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor | None = None, position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
-        """input_ids: [B, T] ids; position_ids: [T] or [B, T], by default 0, 1, ... T - 1. Result: [B, T, vocab].
-
-        inputs_embeds: [B, T, hidden] in place of input_ids: what embedding (and learned positions) made, as a later pipeline
-        stage gets it.
-        """
-        given = inputs_embeds if input_ids is None else input_ids
-        assert given is not None, "neither input_ids nor inputs_embeds"
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """input_ids: [B, T] ids; position_ids: [T] or [B, T], by default 0, 1, ... T - 1. Result: [B, T, vocab]."""
         if position_ids is None:
-            position_ids = torch.arange(given.shape[1], device=given.device)
-        if input_ids is None:
-            x = given
-        else:
-            x = self.embed(input_ids)
-            if self.positions is not None:
-                x = x + self.positions(position_ids)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.embed(input_ids)
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
         turn: tuple[Tensor, ...] = ()
         if self.shape.position == "rope":
             turn = rotation(position_ids, self.shape.head_dim, self.shape.rope_theta, x.dtype)

@@ -1,38 +1,141 @@
-"""How a model can be cut in pipeline stages: the parts that run one after the other, and how a later stage is called."""
+"""How a model can be cut in pipeline stages: its parts, in the order in which a forward runs them, and the work of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
-from stretto.anatomy import DECODERS, Anatomy, Recompute
+from stretto.anatomy import Anatomy, Recompute
+from stretto.anatomy.part import Scores
 from stretto.errors import JobError
 from stretto.layout.stages import Item
 from stretto.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """items: names of modules in the order in which a forward runs them, each once; all parameters are in them.
+def block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The model's blocks: the ModuleList that holds the most parameters (of nested ones the outer), with its name. ('', []) if none."""
+    best: tuple[int, str, list[nn.Module]] = (0, "", [])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            held = sum(p.numel() for p in module.parameters())
+            if held > best[0]:
+                best = (held, name, list(module))
+    return best[1], best[2]
 
-    A later stage runs the model's own forward, with what the stage before made as `entry` in place of the batch's `replaced`, and
-    with positions 0, 1, ... under `positions` if the batch has none.
+
+def stage_items(model: nn.Module, seq_len: int, recompute: Recompute = "none", order: Sequence[str] = ()) -> tuple[Item, ...]:
+    """The parts of `model` that stages share, in the order in which they run; every parameter lies in one.
+
+    order: names of modules and parameters outside the blocks, and of the list of blocks among them, as one says; by default that of
+    our own decoder, of a published plan, or of the model's definition. Raises JobError for a model that cannot be cut.
     """
-
-    items: tuple[Item, ...]
-    entry: str = "inputs_embeds"
-    replaced: str = "input_ids"
-    positions: str = "position_ids"
-
-
-def stage_plan(model: nn.Module, seq_len: int, recompute: Recompute = "none") -> StagePlan:
-    """How `model` can be cut. Raises JobError for a model of which that is not known."""
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder) and not order:
         shape = model.shape.with_({"blocks": len(model.layers)})
-        return StagePlan(tuple(Item(*part) for part in Anatomy.of_decoder(shape).work(seq_len, recompute)))
-    known = ", ".join(DECODERS)
-    raise JobError(
-        f"{type(model).__name__} cannot be cut in pipeline stages in this version yet; write a mesh without pp, "
-        f"or a built-in model ({known})"
-    )
+        return tuple(Item(*part) for part in Anatomy.of_decoder(shape).work(seq_len, recompute))
+    blocks, found = block_list(model)
+    if not found:
+        raise JobError(
+            f"{type(model).__name__} has no nn.ModuleList, of which pipeline stages could have a part each; put its blocks in one, or "
+            "write a mesh without pp"
+        )
+    names = list(order) or published_order(model) or _defined(model, blocks)
+    if blocks not in names:
+        raise JobError(f"stages={names} leaves out {blocks}, the model's blocks; write it between what runs before and after them")
+    items: list[Item] = []
+    for name in names:
+        if name == blocks:
+            items += [Item(f"{blocks}.{i}", _work(model, block, seq_len, recompute, i)) for i, block in enumerate(found)]
+        else:
+            items.append(Item(name, _work(model, _part(model, name), seq_len), block=False))
+    _all_there(model, items)
+    return tuple(items)
+
+
+def published_order(model: nn.Module) -> list[str]:
+    """The modules that a transformers model names in its pipeline plan, and its head; [] where there is no plan, or not of these names."""
+    config: Any = getattr(model, "config", None)
+    plan = getattr(config, "base_model_pp_plan", None)
+    base = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if not plan or not isinstance(base, nn.Module):
+        return []
+    names = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    found = [module for module in (*(getattr(base, name, None) for name in plan), head) if isinstance(module, nn.Module)]
+    order = [names[id(module)] for module in found if _holds(module)]
+    return order if _covers(model, order) else []
+
+
+def _defined(model: nn.Module, blocks: str) -> list[str]:
+    """All that has parameters, in the order of the definition: what stands before the blocks, the blocks, what stands after them.
+    Parameters of the modules around the blocks themselves come first: they are mostly positions, or a first token."""
+    before: list[str] = []
+    after: list[str] = []
+    here, path = model, ""
+    for leaf in blocks.split("."):
+        children = [name for name, child in here.named_children() if name == leaf or _holds(child)]
+        at = children.index(leaf)
+        before += [path + name for name in (*(name for name, _ in here.named_parameters(recurse=False)), *children[:at])]
+        after = [path + name for name in children[at + 1 :]] + after
+        here, path = here.get_submodule(leaf), f"{path}{leaf}."
+    return [*before, blocks, *after]
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _part(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name; None for a parameter. Raises JobError for neither."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name not in modules and name not in dict(model.named_parameters(remove_duplicate=False)):
+        raise JobError(f"stages: {type(model).__name__} has no module or parameter {name}; write names as named_modules gives them")
+    return modules.get(name)
+
+
+def _covers(model: nn.Module, names: Sequence[str]) -> bool:
+    return not list(_left_out(model, names))
+
+
+def _left_out(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
+    for param, _ in model.named_parameters(remove_duplicate=False):
+        if not any(f"{param}.".startswith(f"{name}.") for name in names):
+            yield param
+
+
+def _all_there(model: nn.Module, items: Sequence[Item]) -> None:
+    missing = list(_left_out(model, [item.name for item in items]))
+    if missing:
+        raise JobError(f"stages: {missing[0]} lies in none of the parts ({len(missing)} parameters in all); name the module that holds it")
+
+
+def _work(model: nn.Module, part: nn.Module | None, seq_len: int, recompute: Recompute = "none", block: int | None = None) -> int:
+    """Training flops of one token: 6 an element of each matrix that it is multiplied with (8 with full recompute), and attention where
+    a config says its heads. Of experts, as many as a token is given to."""
+    if part is None:
+        return 0
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
+    forward = 0.0
+    for module in part.modules():
+        if not isinstance(module, nn.Embedding):
+            for param in module.parameters(recurse=False):
+                if param.ndim > 1:
+                    routed = param.ndim > 2 and experts > 0 and param.shape[0] == experts
+                    share = _number(config, "num_experts_per_tok") / experts if routed else 1.0
+                    forward += 2.0 * param.numel() * share
+    heads = _number(config, "num_attention_heads")
+    if block is not None and heads:
+        width = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+        kinds = getattr(config, "layer_types", None) or ()
+        sliding = kinds[block] == "sliding_attention" if block < len(kinds) else True
+        scores = Scores(heads, heads, width, width, _number(config, "sliding_window") if sliding else 0)
+        forward += scores.flops_per_key * scores.keys(seq_len)
+    return round(forward * (4 if recompute == "full" and block is not None else 3))
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first of these numbers that a config has; 0 if none."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,13 +15,14 @@ from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.layout.stages import Split
 from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
+from stretto.models.stages import block_list
 from stretto.parallel import recompute, rules, tensor
 from stretto.parallel.flat import Granularity
 from stretto.parallel.place import Fill, Place, fill_parts
 from stretto.parallel.precision import Precision
 from stretto.parallel.sharded import Room, ShardedGroup
-from stretto.parallel.stages import StageModel, homes, let_go, stage_model, tied_stages
-from stretto.parallel.units import Unit, block_list, units_of
+from stretto.parallel.stages import Passage, StageModel, homes, let_go, stage_model, tied_stages
+from stretto.parallel.units import Unit, units_of
 from stretto.parallel.walk import Stop, Walk
 from stretto.parallel.weights import write_directly
 
@@ -47,10 +48,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage of this rank. first, last: of the whole model. tied: the groups of which other stages have a copy."""
+    """One pipeline stage of this rank. passage: the way of a forward through it. first, last: of the whole model. tied: the groups
+    of which other stages have a copy."""
 
     number: int
     model: nn.Module
+    passage: Passage
     walk: Walk
     first: bool
     last: bool
@@ -121,7 +124,9 @@ def parallelize(
     _leave_meta(model, world.device)
     where = homes(model, split)
     pipeline = Group(world, mesh, ("pp",), ledger)
-    parts = [stage_model(model, split, number, where) for number, rank in enumerate(split.rank_of) if rank == pipeline.index]
+    nothing = _nan(tensors.places, cut.precision.compute, world.device)
+    numbers = [number for number, rank in enumerate(split.rank_of) if rank == pipeline.index]
+    parts = [stage_model(model, split, number, where, tensors.stream, nothing) for number in numbers]
     kept = {name: first for first, names in aliases.items() for name in names}
     shard = Group(world, mesh, SHARD_AXES, ledger)
     replicas = Group(world, mesh, REPLICATE_AXES, ledger)
@@ -183,7 +188,8 @@ def _stage(part: StageModel, stops: Sequence[Stop], cut: Cut, world: World, spli
     tied = tuple(group for group in walk.groups if group.names[0] in part.tied)
     for group in tied:
         group.copied = where[group.names[0]][0] != part.number
-    return Stage(part.number, part.module, walk, part.number == 0, part.number == split.stages - 1, tied)
+    part.passage.sound = lambda: all(bool(group.values().isfinite().all()) for group in walk.groups)
+    return Stage(part.number, part.module, part.passage, walk, part.number == 0, part.number == split.stages - 1, tied)
 
 
 def _contents(stages: Sequence[Stage], pipeline: Group, split: Split) -> tuple[tuple[Content, ...], tuple[tuple[str, ...], ...]]:
@@ -320,6 +326,11 @@ def _from(values: Mapping[str, Tensor]) -> Fill:
         out.copy_(values[name].reshape(-1)[start : start + out.numel()])
 
     return fill
+
+
+def _nan(places: Mapping[str, Place], dtype: torch.dtype, device: torch.device) -> Callable[[str], Tensor]:
+    """NaN in place of a whole parameter, without memory."""
+    return lambda name: torch.full((), float("nan"), dtype=dtype, device=device).expand(places[name].shape)
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from stretto.errors import JobError
 from stretto.layout.layout import Layout
-from stretto.parallel.units import block_list
+from stretto.models.stages import block_list
 
 #: What happens to a module's first argument. stream: out of the stream, to be used by each rank for its own part. alike: the
 #: same, from what all ranks have outside the stream. ids: token ids, of which a rank looks up those it has rows for.

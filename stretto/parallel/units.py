@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from stretto.errors import JobError
+from stretto.models.stages import block_list
 
 #: The unit of parameters that are nowhere known to run once, and that of those which another stage has a copy of.
 REST, TIED = "rest", "tied"
@@ -26,17 +27,6 @@ class Unit:
     modules: tuple[nn.Module, ...]
     params: tuple[tuple[str, nn.Parameter], ...]
     regular: bool
-
-
-def block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The model's blocks: the ModuleList that holds the most parameters (of nested ones the outer), with its name. ('', []) if none."""
-    best: tuple[int, str, list[nn.Module]] = (0, "", [])
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module):
-            held = sum(p.numel() for p in module.parameters())
-            if held > best[0]:
-                best = (held, name, list(module))
-    return best[1], best[2]
 
 
 def units_of(model: nn.Module, *, regular: Sequence[str] = (), keep: Sequence[str] = (), tied: Collection[nn.Parameter] = ()) -> list[Unit]:
@@ -91,7 +81,7 @@ def _regions(model: nn.Module, regular: set[str]) -> dict[str, dict[str, nn.Modu
         if name in inside:
             regions[name] = {name: module}
             open_region = None
-        elif name in regular:
+        elif name in regular and any(True for _ in module.parameters()):
             if open_region is None:
                 open_region = regions.setdefault(name, {})
             open_region[name] = module

@@ -14,9 +14,10 @@ from stretto.comm.transport import World
 from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.layout.zero import ZeroPolicy
+from stretto.models.stages import block_list
 from stretto.parallel.parallelize import Cut, parallelize
 from stretto.parallel.precision import Precision
-from stretto.parallel.units import Unit, block_list, units_of
+from stretto.parallel.units import Unit, units_of
 
 
 class Block(nn.Module):
