@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test grid bench lint clean
+.PHONY: train test grid frameworks bench lint clean
 
 # Installed again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -19,10 +19,15 @@ train: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m ruff check stretto tests benchmarks examples
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not grid"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not grid and not frameworks"
 
 grid: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not frameworks"
+
+# exports by the parsers of those they are for; MEGATRON_LM=FOLDER names a checkout of core_v0.16.1
+frameworks: $(VENV)/installed
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet deepspeed accelerate torchtitan==0.2.2 megatron-core
+	$(BIN)/python -m pytest -m frameworks
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step.py

@@ -14,6 +14,7 @@ from typing import NoReturn
 from stretto.errors import JobError, StrettoError
 from stretto.verbs.check import CHECK
 from stretto.verbs.draw import DRAW
+from stretto.verbs.export import EXPORT
 from stretto.verbs.listing import JOBS, KEYS
 from stretto.verbs.measure import MEASURE
 from stretto.verbs.plan import PLAN
@@ -183,7 +184,7 @@ VERBS: Mapping[str, Verb] = {
     "measure": MEASURE,
     "convert": CONVERT,
     "inspect": INSPECT,
-    "export": Verb("another framework's configuration of a job", "stretto export tiny --to deepspeed", anything, None),
+    "export": EXPORT,
     "draw": DRAW,
     "jobs": JOBS,
     "keys": KEYS,

@@ -20,7 +20,7 @@ FLOORS = (
     {"job", "comm"},
     {"parallel", "checkpoint", "plan"},
     {"engine", "fault", "draw"},
-    {"adapters"},
+    {"adapters", "export"},
     {"launch"},
     {"verbs"},
     {"cli"},
@@ -33,7 +33,7 @@ LEFT = {"plan", "draw"}
 NEVER = ((GROUND, RIGHT | LEFT), (LEFT, RIGHT), (RIGHT, LEFT), ({"job"}, {"schedule"}))  # the last: a Job knows nothing that it configures
 #: Files beside job.py that belong to it.
 JOB = {"keys", "sections", "limits", "refusal"}
-NO_TORCH = GROUND | LEFT
+NO_TORCH = GROUND | LEFT | {"export"}
 #: A path of one machine, not the end of a longer one or of an address.
 MACHINE = re.compile(r"(?<![\w.~-])/((work|home|root|Users|mnt)/|tmp/(v|design)\b)")
 

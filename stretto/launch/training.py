@@ -57,6 +57,19 @@ def ready(job: Job, own_model: bool = False) -> Ready:
     return Ready(resolved, here, found)
 
 
+def elsewhere(job: Job) -> Job:
+    """The job resolved for machines with a place for each rank of its mesh: with GPUs if it says device=cuda, else of this machine's kind.
+
+    Raises JobError for what cannot be on any machine.
+    """
+    found = devices()
+    ranks = Mesh.parse(job.mesh or "dp=auto", max(found.visible, 1)).size
+    kind = found.kind if job.device == "auto" else job.device
+    resolved = job.resolve(ranks, kind, ranks)
+    check_pipeline(resolved)
+    return resolved
+
+
 def check_pipeline(job: Job, own_model: bool = False) -> None:
     """Refuse a pipeline that a resolved job cannot have, before there are ranks."""
     ranks, keys = Mesh.parse(job.mesh)["pp"], job.pipeline

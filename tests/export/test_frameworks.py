@@ -1,0 +1,102 @@
+"""Each framework's own parser takes what is written, and runs it where a CPU is enough. Not part of `make test`: `make frameworks` installs
+them; Megatron-LM's parser is in no package, so MEGATRON_LM names a checkout of it."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_scripts import SMALL, losses_of
+
+import stretto
+from stretto.export.catalog import export, write
+from stretto.job import Job
+from stretto.launch.training import elsewhere
+
+pytestmark = pytest.mark.frameworks
+MESHES = (
+    {"mesh": "dp=2"},
+    {"mesh": "dp=4 tp=2"},
+    {"mesh": "pp=2 dp=2"},
+    {"mesh": "pp=2 dp=2", "pipeline": "interleaved"},
+    {"mesh": "dp_replicate=2 dp=2"},
+)
+
+
+def exported(framework, folder, source="tiny", **keys):
+    job = Job.load(source, **keys)
+    return write(export(elsewhere(job), framework), folder)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """The losses of the small job."""
+    trained = stretto.train(Job.load("tiny", **SMALL), tmp_path_factory.mktemp("ours") / "run")
+    return trained.losses
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_trains_the_job_with_the_losses_of_stretto(stage, ours, tmp_path):
+    exported("deepspeed", tmp_path, zero=stage, **SMALL)
+    assert losses_of(tmp_path, "train.py") == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_accelerate_launches_the_job_with_the_losses_of_stretto(stage, ours, tmp_path):
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    (path, *_) = exported("accelerate", tmp_path, zero=stage, **SMALL)
+    assert isinstance(load_config_from_file(str(path)), ClusterConfig)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(stretto.__file__).parents[1]), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if "  loss " in line]
+    assert losses == pytest.approx(ours, rel=1e-4), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("keys", MESHES)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_torchtitan_reads_its_configuration_and_knows_the_model(keys, stage, tmp_path, monkeypatch):
+    manager = pytest.importorskip("torchtitan.config.job_config") and __import__("torchtitan.config", fromlist=["ConfigManager"])
+    path, _ = exported(
+        "torchtitan", tmp_path, zero=stage, device="cuda", **{"batch.size": 16, "batch.micro_size": 2, "checkpoint.every": 5, **keys}
+    )
+    config = manager.ConfigManager().parse_args(["--job.config_file", str(path)])
+    assert config.training.global_batch_size == 16 and config.checkpoint.interval == 5
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("stretto_flavor", None)
+    __import__(config.experimental.custom_import)
+    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.models.llama3.model.model import Transformer
+
+    import torch
+
+    with torch.device("meta"):
+        model = Transformer(llama3_args[config.model.flavor])
+    assert model.layers["0"].feed_forward.w1.weight.shape == (384, 128) and len(model.layers) == 8
+
+
+@pytest.mark.parametrize("keys", MESHES)
+@pytest.mark.parametrize(
+    "more", [{"zero": 1}, {"zero": 3, "precision": "bf16", "recompute": "full"}, {"zero": 0, "model": "30m", "optimizer": "sgd"}]
+)
+def test_megatrons_parser_accepts_its_arguments(keys, more, tmp_path):
+    megatron = os.environ.get("MEGATRON_LM")
+    assert megatron, "MEGATRON_LM=FOLDER of a checkout of Megatron-LM"
+    (path,) = exported(
+        "megatron", tmp_path, device="cuda", **{"batch.size": 16, "batch.micro_size": 2, "schedule.shape": "cosine", **keys, **more}
+    )
+    words = shlex.split(path.read_text(), comments=True)
+    code = (
+        "import sys, torch; torch.cuda.get_device_capability = lambda *a: (9, 0); torch.cuda.device_count = lambda: 8\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "args = validate_args(parse_args())\n"
+        "print('accepted', args.data_parallel_size, args.micro_batch_size, args.global_batch_size)"
+    )
+    job = elsewhere(Job.load("tiny", device="cuda", **{"batch.size": 16, "batch.micro_size": 2, **keys}))
+    ranks = job.derived()[0].value
+    environment = {**os.environ, "PYTHONPATH": megatron, "WORLD_SIZE": str(ranks), "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True, timeout=100)
+    assert f"accepted {job.shards} 2 16" in run.stdout, run.stderr[-2000:]

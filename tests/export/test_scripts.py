@@ -1,0 +1,87 @@
+"""The scripts that are written run as they are, and train the job: their losses are those of stretto."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stretto
+from stretto.export.catalog import EXPORTS, export, write
+from stretto.job import Job
+from stretto.launch.ranks import environment_of, listening_socket
+from stretto.launch.training import elsewhere
+
+SMALL = {
+    "model.blocks": 2, "model.hidden": 32, "model.heads": 2, "model.kv_heads": 1, "model.ffn": 48, "batch.size": 8, "batch.micro_size": 2,
+    "batch.seq_len": 16, "steps": 4, "device": "cpu", "schedule.shape": "cosine", "schedule.warmup": 2, "clip": 0.3, "mesh": "dp=2",
+}  # fmt: skip
+SCRIPTS = [(name, stage) for name in EXPORTS for stage in range(4) if name in ("deepspeed", "fsdp2", "accelerate")]
+
+
+@pytest.mark.parametrize(("framework", "stage"), SCRIPTS)
+def test_a_script_names_only_what_there_is(framework, stage):
+    """Every name it imports of stretto exists, and every name that it uses is made somewhere in it."""
+    made = export(elsewhere(Job.load("tiny", zero=stage, **SMALL)), framework)
+    (text,) = (file.text for file in made.files if file.name == "train.py")
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("stretto"):
+            module = __import__(node.module, fromlist=[alias.name for alias in node.names])
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+    # what pyflakes would say: unused and undefined names
+    checked = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "-"], input=text, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def losses_of(folder: Path, script: str) -> list[float]:
+    """What a script prints on 2 ranks."""
+    with listening_socket() as listener:
+        port = listener.getsockname()[1]
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script],
+            cwd=folder,
+            env=environment_of(rank, 2, port, base),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0], said
+    return [float(loss) for loss in re.findall(r"loss (\S+)", said[0][0])]
+
+
+def test_the_script_for_fsdp2_has_the_losses_of_stretto(tmp_path):
+    """Two microbatches, warm-up, clipping; stage 3."""
+    job = Job.load("tiny", zero=3, **SMALL)
+    write(export(elsewhere(job), "fsdp2"), tmp_path / "fsdp2")
+    theirs = losses_of(tmp_path / "fsdp2", "train.py")
+    ours = stretto.train(job, tmp_path / "ours")
+    assert len(theirs) == 4 and ours is not None
+    assert theirs == pytest.approx(ours.losses, rel=1e-5)
+
+
+def test_the_command_writes_files_that_are_named_and_says_what_is_missing(tmp_path):
+    command = [sys.executable, "-m", "stretto", "export", "30m", "--to", "megatron", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    told = json.loads(run.stdout)
+    assert told["files"] == ["exports/30m-megatron/megatron.args"] and "--num-layers 8" in (tmp_path / told["files"][0]).read_text()
+    assert {"key", "asked", "why"} == set(told["missing"][0]) and "pretrain_gpt.py" in told["run"]
+    shown = subprocess.run([*command[:-1], "--out", "here"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == (tmp_path / "here" / "megatron.args").read_text() and "what has no counterpart:" in shown.stderr
