@@ -26,7 +26,7 @@ grid: $(VENV)/installed
 
 # exports by the parsers of those they are for; MEGATRON_LM=FOLDER names a checkout of core_v0.16.1
 frameworks: $(VENV)/installed
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet deepspeed accelerate torchtitan==0.2.2 megatron-core
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet deepspeed accelerate torchtitan==0.2.2 triton megatron-core six
 	$(BIN)/python -m pytest -m frameworks
 
 bench: $(VENV)/installed

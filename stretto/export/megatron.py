@@ -20,6 +20,8 @@ Option = tuple[str, object]  # its value; True for a switch
 def export(asked: Reading) -> Exported:
     """The arguments of a resolved job."""
     run = RUN.format(ranks=asked.mesh.size)
+    if asked.mesh["tp"] > 1 and asked("zero.stage") < 2:
+        run = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {run}"  # asked for with tp, and refused with its FSDP
     groups = (_model, _mesh, _batch, _optimizer, _precision, _recompute, _data, _run)
     options = [option for group in groups for option in group(asked)]
     lines = [f"--{name}" if value is True else f"--{name} {value}" for name, value in options]
