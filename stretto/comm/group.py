@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stretto.comm.memory import zeros
 from stretto.comm.messages import Work
 from stretto.comm.program import Member, run
 from stretto.comm.transport import Pending, World
@@ -168,7 +169,7 @@ class Group:
         return self._private(elements, dtype) if self.size == 1 else self.world.transport.common(elements, dtype, self.ranks)
 
     def _private(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(elements, dtype=dtype, device=self.world.device)
+        return zeros(elements, dtype, self.world.device)
 
     def send(self, x: Tensor, to: int, *, reason: str, lane: str = "stages") -> Pending:
         """x to the group's member number `to`, which must `receive`; messages of one pair and lane arrive in order. x: flat, and not

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.comm.group import Group
+from stretto.comm.memory import zeros
 from stretto.comm.transport import Pending
 from stretto.errors import RunError
 from stretto.layout.layout import Layout
 from stretto.layout.zero import GroupFacts, ZeroPolicy
 from stretto.parallel.flat import FlatPlan, Granularity, Slot
-from stretto.parallel.place import Fill, Place
+from stretto.parallel.place import FILL_ELEMENTS, Fill, Place
 from stretto.parallel.precision import Precision
 
 
@@ -132,7 +133,7 @@ class ShardedGroup:
         total, mine, dtypes = self.plan.total, self.high - self.low, self.precision
 
         def new(n: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(n, dtype=dtype, device=self.device)
+            return zeros(n, dtype, self.device)
 
         shared = None if self.cuts("param") or not self.cuts("optim") else self.group.common(total, dtypes.compute)
         held = shared if shared is not None else new(mine if self.cuts("param") else total, dtypes.compute)  # between steps
@@ -146,13 +147,16 @@ class ShardedGroup:
         else:
             self.master = held[self.update_low - base : self.update_high - base] if self.trainable else held.new_empty(0)
         fills = (base, base + held.numel()) if shared is None else (self.low, self.high)
-        for slot, start, stop in self.plan.pieces(*fills):
-            values = torch.empty(stop - start, dtype=dtypes.master, device=self.device)
-            fill(slot.name, start, values)
-            held[slot.start + start - base : slot.start + stop - base] = values
-            low, high = max(slot.start + start, self.update_low), min(slot.start + stop, self.update_high)
-            if self.separate_master and low < high:
-                self.master[low - self.update_low : high - self.update_low] = values[low - slot.start - start : high - slot.start - start]
+        for slot, first, last in self.plan.pieces(*fills):
+            for start in range(first, last, FILL_ELEMENTS):
+                stop = min(start + FILL_ELEMENTS, last)
+                values = torch.empty(stop - start, dtype=dtypes.master, device=self.device)
+                fill(slot.name, start, values)
+                held[slot.start + start - base : slot.start + stop - base] = values
+                low, high = max(slot.start + start, self.update_low), min(slot.start + stop, self.update_high)
+                if self.separate_master and low < high:
+                    part = values[low - slot.start - start : high - slot.start - start]
+                    self.master[low - self.update_low : high - self.update_low] = part
         if shared is not None:
             self.group.all_gather(held, self.plan.bounds, reason=f"first values {self.name}").wait()
         if self.trainable and not self.reduces_each:
