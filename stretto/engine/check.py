@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from stretto.engine import faults
 from stretto.engine.engine import Engine
 from stretto.engine.loss import call_model, next_token_loss
 from stretto.engine.plain import PlainStep, plain_steps
+from stretto.engine.values import whole
 from stretto.engine.wide import widen
 from stretto.errors import JobError
 from stretto.job import Job
@@ -54,7 +54,7 @@ def run(
             loaded.model.set_experts_implementation("eager")  # type: ignore[operator]  # its grouped products know no float64
         if job.compile.mode == "none":
             widen(loaded.model)
-    reference = _reference(loaded, job.seed) if world.rank == 0 else None
+    reference = whole(loaded, job.seed) if world.rank == 0 else None
     loaded.model.eval()
     engine = Engine(loaded, job, world)
     if inject is not None:
@@ -123,23 +123,6 @@ def _batches(job: Job, loaded: library.Loaded, steps: int) -> list[Mapping[str, 
 
 def _prepared(batch: Mapping[str, Any], loaded: library.Loaded, compute: torch.dtype, device: torch.device) -> Batch:
     return Batch.of(prepare_labels(batch) if loaded.loss is None else batch).to(device, compute)
-
-
-def _reference(loaded: library.Loaded, seed: int) -> nn.Module:
-    """The same model with the same first values, real and whole."""
-    model = copy.deepcopy(loaded.model)
-    if loaded.initial is None:
-        return model
-    real: dict[int, nn.Parameter] = {}  # by identity: tied weights stay one
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if id(param) not in real:
-                real[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=param.requires_grad)
-            module._parameters[name] = real[id(param)]
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            loaded.initial(loaded.model, name, param.data.view(-1), 0, seed)
-    return model
 
 
 def _compare(engine: Engine, batches: Sequence[Mapping[str, Any]], plain: list[PlainStep], tolerance: float) -> dict[str, Any]:

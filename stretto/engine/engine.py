@@ -29,6 +29,7 @@ from stretto.engine.runner import Culprit, StepReport
 from stretto.engine.saving import Saver
 from stretto.engine.twin import proved_sequence
 from stretto.engine.underway import Finish, Underway
+from stretto.engine.values import values_of
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
 from stretto.layout.mesh import AXES, Mesh
@@ -74,7 +75,7 @@ class Engine:
         stages: Sequence[str] = (),
     ) -> None:
         if isinstance(model, library.Loaded):
-            loss, forward, initial = loss or model.loss, forward or model.forward, initial or _values(model, job.seed)
+            loss, forward, initial = loss or model.loss, forward or model.forward, initial or values_of(model, job.seed)
             model = model.model
         self.world = world or World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
         on_gpu = self.world.device.type == "cuda"
@@ -485,10 +486,10 @@ class Engine:
         allow = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
         return self.saver.load(*place_of(folder), allow)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model, at full precision, as a new folder that transformers' from_pretrained opens. Raises JobError for a model that
-        transformers does not know. Collective."""
-        save_pretrained(self, *place_of(folder))
+    def save_pretrained(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write the model as a new folder that transformers' from_pretrained opens: parameters in `dtype`, None: at full precision, as
+        they are trained. Raises JobError for a model that transformers does not know. Collective."""
+        save_pretrained(self, *place_of(folder), dtype)
 
     # -- looking inside --------------------------------------------------------------------------------------------
 
@@ -539,9 +540,3 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.close()
-
-
-def _values(loaded: library.Loaded, seed: int) -> Fill | None:
-    """A loaded model's first values, in the form groups ask for them; None where the module has them."""
-    give = loaded.initial
-    return None if give is None else lambda name, start, out: give(loaded.model, name, out, start, seed)

@@ -5,31 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from stretto.checkpoint.huggingface import Listed, write_folder
-from stretto.checkpoint.parts import NAMES
+from stretto.checkpoint.parts import DTYPES, NAMES
 from stretto.checkpoint.save import told
 from stretto.checkpoint.store import Store
 from stretto.errors import RunError, StrettoError
 from stretto.layout.layout import Shape
-from stretto.models.pretrained import config_of, name_there
+from stretto.models.hub import names_in_files
+from stretto.models.pretrained import OURS, config_of, name_there
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
 
 
-def save_pretrained(engine: Engine, store: Store, name: str) -> None:
+def save_pretrained(engine: Engine, store: Store, name: str, dtype: torch.dtype | None = None) -> None:
     """See Engine.save_pretrained. An error of rank 0 is everybody's."""
     config = config_of(engine.model)
     shapes = _in_order_of_full_state(engine)
-    listed = [Listed(name_there(key, config), dtype, shape) for key, (dtype, shape) in shapes.items()]
+    if dtype is not None:
+        parameters = {kept for content in engine.parallel.contents for kept, _ in content.tensors}
+        shapes = {key: (NAMES[dtype] if key in parameters else own, shape) for key, (own, shape) in shapes.items()}
+    there = {key: name_there(key, config) for key in shapes} if OURS in config else names_in_files(engine.model, list(shapes))
+    listed = [Listed(there[key], dtype, shape) for key, (dtype, shape) in shapes.items()]
     coming = engine.full_state()
 
     def values() -> Iterator[Tensor]:
         for key, tensor in coming:
             if key in shapes and tensor is not None:  # other names of a tied weight are not written
-                yield tensor
+                yield tensor.to(DTYPES[shapes[key][0]])
 
     failed: StrettoError | None = None
     if engine.world.rank == 0:

@@ -10,7 +10,6 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.errors import JobError
 from stretto.models.decoder import Decoder, initial
+from stretto.models.hub import CONFIG, StoredValues, open_model, wants_values
 from stretto.models.plans import Plan, decoder_plan, transformers_plan
+from stretto.models.pretrained import OURS, decoder_of, name_there
 
 OTHERS = "hf:FOLDER_OR_ID or python:package.module:function"  # how models that are not built in are written
 Initial = Callable[[nn.Module, str, Tensor, int, int], None]  # (model, parameter name, out, start, seed)
@@ -45,7 +46,8 @@ class Task:
 class Loaded:
     """A model and what is known about it.
 
-    initial: writes any flat range of a named parameter's first values; None: the module's values are real already.
+    initial: writes any flat range of a named parameter's first values. stored: where the values of a model on the meta device lie.
+    Neither: the module's values are real already.
     describe: one line for the user: what it is, how large, and where its values come from.
     vocab, positions: token ids lie below vocab, sequences are no longer than positions; None: not known, or no limit.
     regular: modules outside the list of blocks that are known to run exactly once in each forward, in that order.
@@ -60,6 +62,7 @@ class Loaded:
     loss: Callable[[Any, Any], tuple[Tensor, Any]] | None = None
     batches: Any = None
     regular: tuple[str, ...] = ()
+    stored: StoredValues | None = None
 
 
 def load(name: str, *, weights: str = "auto", seed: int = 0, overrides: Mapping[str, object] | None = None) -> Loaded:
@@ -121,91 +124,52 @@ def _size(model: nn.Module) -> str:
 
 # --- transformers ---------------------------------------------------------------------------------
 
-VALUES = ("model*.safetensors", "pytorch_model*.bin")
-# Beside a config.json they say that values were meant to be here: a copy stopped half way.
-SIGNS_OF_VALUES = ("*.index.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "*.model")
-COMPLETE = "complete the folder, or write model.weights=random"
-
 # Models that publish no order of their modules.
 REGULAR: Mapping[str, tuple[str, ...]] = MappingProxyType({"gpt2": ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head")})
 
 
 def _huggingface(spec: str, weights: str, seed: int) -> Loaded:
-    """A causal language model of transformers, from a folder or by its id on the hub."""
-    try:
-        import transformers  # here: seconds to import, and an extra to install
-    except ImportError as problem:
-        raise JobError(f'model=hf:{spec} needs transformers ({problem}); install "stretto[hf]"') from None
-    pretrained = _wants_values(spec, weights)
-    models: Any = transformers.AutoModelForCausalLM
-    report: Mapping[str, Any] = {}
-    transformers.utils.logging.disable_progress_bar()  # one a rank, over each other
-    local = Path(spec).is_dir()
-    try:
-        config = transformers.AutoConfig.from_pretrained(spec, local_files_only=local, trust_remote_code=False)
-        config.use_cache = False
-        # fp32 whatever the files hold: exact for narrower ones, and the engine casts to what the job computes in
-        if pretrained:
-            model, report = models.from_pretrained(
-                spec, config=config, dtype=torch.float32, local_files_only=local, trust_remote_code=False, output_loading_info=True
-            )
-        else:
-            model = _seeded(seed, lambda: models.from_config(config, dtype=torch.float32))
-    except (OSError, ValueError, KeyError, ImportError) as problem:
-        why = " ".join(str(problem).split())[:300]
-        where = "is the folder whole?" if local else "give a folder, or see that the hub can be reached (HF_HOME, HF_HUB_OFFLINE)"
-        raise JobError(f"model=hf:{spec} cannot be loaded: {why}; {where}") from None
-    if report.get("missing_keys"):
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise JobError(f"model=hf:{spec}: the files hold no values for {missing}; write model.weights=random for random values everywhere")
-    values = "pretrained values" if pretrained else f"seeded random values (seed {seed})"
-    if report.get("unexpected_keys"):
-        values += f", {len(report['unexpected_keys'])} tensors of the files unused"
-    text = config.get_text_config()
+    """A causal language model of transformers, from a folder or by its id on the hub; our own decoder from a folder of its values."""
+    ours = _own_config(Path(spec))
+    if ours is not None and weights != "random":
+        return _stored_decoder(spec, ours)
+    found = open_model(spec, weights, lambda make: _seeded(seed, make))
+    model: Any = found.model
+    text = model.config.get_text_config()
     return Loaded(
-        model=model.train(),
+        model=model,
         initial=None,
-        describe=f"hf:{spec}: {type(model).__name__}, {_size(model)}, {values}",
+        describe=f"hf:{spec}: {type(model).__name__}, {_size(model)}, {found.about or f'seeded random values (seed {seed})'}",
         vocab=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
         regular=regular_modules(model),
+        stored=found.stored,
     )
 
 
-def _wants_values(spec: str, weights: str) -> bool:
-    """Whether stored values are to be read: never guessed where a folder looks like half a model."""
-    folder = Path(spec)
-    if not folder.is_dir():
-        if folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1 or not spec:
-            raise JobError(f"model=hf:{spec}: there is no such folder; write one with a config.json, or an id of the hub (owner/name)")
-        return weights != "random"
-    names = sorted(path.name for path in folder.iterdir())
-    if "config.json" not in names:
-        raise JobError(f"model=hf:{spec}: the folder holds no config.json; write a folder that save_pretrained wrote")
-    if weights == "random":
-        return False
-    absent = _absent(folder)
-    if absent:
-        raise JobError(f"model=hf:{spec}: {absent[0]} is named by the index but absent ({len(absent)} in all); {COMPLETE}")
-    if any(fnmatch(name, pattern) for name in names for pattern in VALUES):
-        return True
-    if weights == "pretrained":
-        raise JobError(f"model.weights=pretrained: {spec} holds no {' or '.join(VALUES)}; {COMPLETE}")
-    signs = [name for name in names if any(fnmatch(name, pattern) for pattern in SIGNS_OF_VALUES)]
-    if signs:
-        raise JobError(f"model=hf:{spec} holds {signs[0]} but no {' or '.join(VALUES)}; {COMPLETE}")
-    return False
+def _own_config(folder: Path) -> Mapping[str, Any] | None:
+    """The config.json of a folder that holds the values of our own decoder."""
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and OURS in config else None
 
 
-def _absent(folder: Path) -> list[str]:
-    """Files of values that an index names and the folder lacks."""
-    named: set[str] = set()
-    for index in folder.glob("*.index.json"):
-        try:
-            named.update(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as problem:
-            raise JobError(f"model=hf:{folder}: {index.name} is not an index of weights ({problem!r}); copy it again") from None
-    return sorted(name for name in named if not (folder / name).exists())
+def _stored_decoder(spec: str, config: Mapping[str, Any]) -> Loaded:
+    """Our decoder with the values of a folder that engine.save_pretrained or convert wrote: a Llama to transformers, and ours to us."""
+    wants_values(spec, "pretrained")
+    shape = decoder_of(config)
+    model = Decoder(shape, device="meta")
+    return Loaded(
+        model=model,
+        initial=None,
+        describe=f"hf:{spec}: decoder, {_count(Anatomy.of_decoder(shape).parameters())} parameters, pretrained values",
+        vocab=shape.vocab,
+        positions=shape.positions or None,
+        regular=regular_modules(model),
+        stored=StoredValues(spec, {name: name_there(name, config) for name, _ in model.named_parameters()}),
+    )
 
 
 def regular_modules(model: nn.Module) -> tuple[str, ...]:

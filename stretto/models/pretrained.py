@@ -80,6 +80,27 @@ def _of_decoder(shape: DecoderShape) -> dict[str, Any]:
     }
 
 
+def decoder_of(config: Config) -> DecoderShape:
+    """The shape of our decoder, by the config.json that `config_of` made of it. Raises JobError for one that lacks something."""
+    try:
+        return DecoderShape(
+            hidden=config["hidden_size"],
+            blocks=config["num_hidden_layers"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            ffn=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            bias=config["attention_bias"],
+            tied=config["tie_word_embeddings"],
+            norm_eps=config["rms_norm_eps"],
+            rope_theta=config["rope_parameters"]["rope_theta"],
+            init_std=config["initializer_range"],
+        )
+    except (KeyError, TypeError) as problem:
+        raise JobError(f"config.json says that it is of stretto's decoder and lacks {problem}; copy it again") from None
+
+
 def name_there(name: str, config: Config) -> str:
     """A tensor's name in the folder, by its name in the model."""
     if OURS not in config:

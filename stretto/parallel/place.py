@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from stretto.layout.layout import Flat, Layout, Shape
+from stretto.layout.layout import Box, Flat, Layout, Shape
 from stretto.layout.mesh import Mesh
 
 #: Writes values [start, start + len(out)) of a named tensor, taken flat, to `out`.
 Fill = Callable[[str, int, Tensor], None]
+
+
+@runtime_checkable
+class FillsBoxes(Protocol):
+    """A Fill that can write a box of a tensor without making what lies around it."""
+
+    def __call__(self, name: str, start: int, out: Tensor) -> None: ...
+
+    def box(self, name: str, box: Box, out: Tensor) -> None: ...
+
 
 #: Values of a tensor cut along an inner dim come by rows of the whole, this many elements at a time.
 FILL_ELEMENTS = 1 << 20
@@ -62,7 +73,8 @@ class Place:
 def fill_parts(fill: Fill, places: Mapping[str, Place], mesh: Mesh, rank: int) -> Fill:
     """A Fill of what `rank` holds of each tensor, out of one that knows whole tensors.
 
-    Where an inner dim is cut, whole rows are made and cut, FILL_ELEMENTS (or one row) at a time: nobody holds more of the whole.
+    Where an inner dim is cut, whole rows are made and cut, FILL_ELEMENTS (or one row) at a time, unless `fill` makes boxes too:
+    nobody holds more of the whole.
     """
 
     def part(name: str, start: int, out: Tensor) -> None:
@@ -92,11 +104,18 @@ def _fill_cut_rows(fill: Fill, name: str, place: Place, mesh: Mesh, rank: int, l
     step, done = max(1, FILL_ELEMENTS // width), 0
     for first in range(skip // row, -(-(skip + out.numel()) // row), step):
         rows = (min(step, -(-(skip + out.numel()) // row) - first), *place.shape[1:])
-        whole = torch.empty(math.prod(rows), dtype=out.dtype, device=out.device)
-        fill(name, (low + first) * width, whole)
         mine = torch.empty(inner.local_shape(rows, mesh, rank), dtype=out.dtype, device=out.device)
-        for there, here in inner.place(rows, mesh, rank):
-            mine[here].copy_(whole.view(rows)[there])
+        if isinstance(fill, FillsBoxes):
+            for there, here in inner.place(rows, mesh, rank):
+                offset, shape = (low + first, *(cut.start for cut in there[1:])), tuple(cut.stop - cut.start for cut in there)
+                piece = torch.empty(shape, dtype=out.dtype, device=out.device)
+                fill.box(name, Box(offset, shape), piece)
+                mine[here].copy_(piece)
+        else:
+            whole = torch.empty(math.prod(rows), dtype=out.dtype, device=out.device)
+            fill(name, (low + first) * width, whole)
+            for there, here in inner.place(rows, mesh, rank):
+                mine[here].copy_(whole.view(rows)[there])
         wanted = mine.view(-1)[max(skip - first * row, 0) :][: out.numel() - done]
         out[done : done + wanted.numel()].copy_(wanted)
         done += wanted.numel()

@@ -97,14 +97,24 @@ def test_a_config_alone_starts_from_seeded_values_and_leaves_the_generator_as_it
     assert one.model.training and not one.model.config.use_cache  # type: ignore[union-attr]
 
 
-def test_stored_values_are_read_in_fp32_whatever_they_are_stored_in(folder: Path) -> None:
-    stored = load(f"hf:{folder}", seed=5).model.bfloat16()
-    stored.save_pretrained(folder)  # type: ignore[operator]
+def test_a_model_whose_values_are_stored_comes_without_memory_and_says_where_they_are(folder: Path) -> None:
+    load(f"hf:{folder}", seed=5).model.bfloat16().save_pretrained(folder)  # type: ignore[operator]
     loaded = load(f"hf:{folder}")
-    assert "pretrained values" in loaded.describe
+    assert "LlamaForCausalLM" in loaded.describe and loaded.describe.endswith("pretrained values")
+    assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in loaded.model.parameters())
+    assert not any(buffer.is_meta for buffer in loaded.model.buffers())
+    assert loaded.stored is not None and loaded.stored.folder == str(folder)
+    assert loaded.stored.names == {name: name for name, _ in loaded.model.named_parameters()}
+    assert "random values" in load(f"hf:{folder}", weights="random").describe
+
+
+def test_values_in_another_format_are_read_whole_in_fp32(folder: Path) -> None:
+    stored = load(f"hf:{folder}", seed=5).model.bfloat16()
+    torch.save(stored.state_dict(), folder / "pytorch_model.bin")
+    loaded = load(f"hf:{folder}")
+    assert "pretrained values, read whole" in loaded.describe and loaded.stored is None
     for name, parameter in loaded.model.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, stored.get_parameter(name).float())
-    assert "random values" in load(f"hf:{folder}", weights="random").describe
 
 
 @pytest.mark.parametrize("sign", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
