@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.manifest import ITEMSIZE, NAME, Manifest, Stored
-from stretto.checkpoint.parts import DTYPES, HostCopy
+from stretto.checkpoint.manifest import BLOCK, ITEMSIZE, NAME, Manifest, Stored
+from stretto.checkpoint.names import Prints, alias_table
+from stretto.checkpoint.parts import DTYPES, HostCopy, Part
 from stretto.checkpoint.store import Store, fill
+from stretto.checkpoint.torchfile import Kept, read_archive
 from stretto.errors import Damaged, JobError
 from stretto.layout.layout import Box, Read, Shape, reads
 
 #: Bytes read at a time where they do not go straight to their place; a row of a tensor that is longer is read whole.
 SLAB = 1 << 25
-#: Names told of many in a message.
-TOLD = 5
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
@@ -45,34 +44,29 @@ def read_manifest(store: Store, name: str) -> Manifest:
     return manifest
 
 
-def compare(manifest: Manifest, path: str, wanted: Mapping[str, Shape], allow: Iterable[str]) -> None:
-    """Whether the checkpoint is of these tensors: names and whole shapes. allow: patterns of names that may be missing or unknown.
-
-    Only kinds (model/, optimizer/, buffer/) of which any tensor is wanted are compared. Raises JobError listing what differs.
-    """
-    patterns = tuple(allow)
-
-    def allowed(name: str) -> bool:
-        return any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(name.partition("/")[2], p) for p in patterns)
-
-    kinds = {name.partition("/")[0] for name in wanted}
-    stored = {name: entry.shape for name, entry in manifest.tensors.items() if name.partition("/")[0] in kinds}
-    known = alias_table(manifest)
-    missing = [name for name in wanted if name not in stored and name not in known and not allowed(name)]
-    unknown = [name for name in stored if name not in wanted and not allowed(name)]
-    there = {name: stored.get(known.get(name, name)) for name in wanted}
-    other = [f"{n} is {list(t)} there and {list(wanted[n])} here" for n, t in there.items() if t is not None and t != wanted[n]]
-    lines = [f"{len(names)} {what}: {_few(names)}" for what, names in (("not in it", missing), ("not in the model", unknown)) if names]
-    lines += [f"other shapes: {_few(other, ', ')}"] if other else []
-    if lines:
-        left_out = "write --allow-missing PATTERN for names that may be left out"
-        possible = left_out if missing or unknown else "give a checkpoint of this model"
-        raise JobError(f"{path} is the checkpoint of another model: {'; '.join(lines)}; {possible}")
+def prints(store: Store, folder: str, manifest: Manifest, name: str) -> Prints:
+    """What is the same for two tensors that were stored alike and are equal: boxes and checksums."""
+    entry = manifest.tensors[name]
+    found: Prints = []
+    for stored in sorted(entry.stored):
+        sums = stored.sums
+        if stored.packed:
+            path = store.path(f"{folder}/{stored.file}")
+            with store.open(f"{folder}/{stored.file}") as file:
+                kept = open_archive(file, stored, name, entry.dtype, path)
+                sums = (kept.record.crc,) if kept.whole else ()
+        found.append((entry.shape, entry.dtype, stored.box, sums or name))
+    return found
 
 
-def alias_table(manifest: Manifest) -> dict[str, str]:
-    """Other name of a tied weight -> the name under which it is stored, both with their kind."""
-    return {f"model/{alias}": name for name, entry in manifest.tensors.items() for alias in entry.aliases}
+def whole(store: Store, folder: str, manifest: Manifest, name: str) -> Tensor:
+    """A tensor of a checkpoint, from all its boxes. Raises Damaged."""
+    entry = manifest.tensors[name]
+    boxes = (Box((0,) * len(entry.shape), entry.shape),)
+    part = Part(name, entry.shape, boxes, torch.empty(0, dtype=DTYPES[entry.dtype]), (0, torch.Size(entry.shape).numel()))
+    host = HostCopy([part], pinned=False)
+    fetch(store, folder, manifest, host)
+    return host.flat(host.places[0]).view(entry.shape)
 
 
 def fetch(store: Store, folder: str, manifest: Manifest, host: HostCopy) -> int:
@@ -102,6 +96,8 @@ def fetch(store: Store, folder: str, manifest: Manifest, host: HostCopy) -> int:
             if job.stored.file not in files:
                 files[job.stored.file] = opened.enter_context(store.open(f"{folder}/{job.stored.file}"))
             path = store.path(f"{folder}/{job.stored.file}")
+            if job.stored.packed:
+                job = job.unpacked(files[job.stored.file], path)
             for slab in job.slabs():
                 size = slab.high - slab.low
                 if slab.straight is None and len(scratch) < size:
@@ -134,6 +130,15 @@ class Copy(NamedTuple):
     stored: Stored
     read: Read
     into: Tensor
+
+    def unpacked(self, file: IO[bytes], path: str) -> Copy:
+        """The same, from where the box's bytes lie in its archive, with the archive's checksum of them. Raises Damaged."""
+        kept = open_archive(file, self.stored, self.name, self.dtype, path)
+        start = kept.record.start + kept.first * ITEMSIZE[self.dtype]
+        stored = Stored(self.stored.box, self.stored.file, start, ())
+        if kept.whole:
+            return self._replace(stored=stored._replace(sums=(kept.record.crc,)), block=max(kept.record.bytes_, 1))
+        return self._replace(stored=stored, block=BLOCK)
 
     def slabs(self) -> Iterator[Slab]:
         """The read in pieces that fit in a buffer, split along the first dim of the stored box that is longer than 1."""
@@ -168,7 +173,7 @@ class Copy(NamedTuple):
         size, shape = ITEMSIZE[self.dtype], box.shape[along + 1 :]
         row, whole = math.prod(shape) * size, box.elements * size
         inner = _slices(there[along + 1 :], common.shape[along + 1 :])
-        step = max(1, SLAB // row)
+        step = max(1, max(SLAB, self.block) // row)
         for first in range(0, common.shape[along], step):
             rows = min(step, common.shape[along] - first)
             start, stop = (there[along] + first) * row, (there[along] + first + rows) * row
@@ -196,11 +201,18 @@ def _slices(offset: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
+def open_archive(file: IO[bytes], stored: Stored, name: str, dtype: str, path: str) -> Kept:
+    """The tensor in the archive at `stored`, which is to have the box's shape and this dtype. Raises Damaged."""
+    kept = read_archive(file, stored.start, stored.packed, path)
+    if not isinstance(kept, Kept) or kept.dtype != dtype or math.prod(kept.shape) != stored.box.elements:
+        found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Kept) else "no tensor"
+        raise Damaged(f"{name}: {path} has {found} at byte {stored.start}, and {dtype} {list(stored.box.shape)} is to be there")
+    return kept
+
+
 def _check(job: Copy, low: int, view: memoryview, path: str) -> None:
+    if not job.stored.sums:
+        return
     for at in range(0, len(view), job.block):
         if zlib.crc32(view[at : at + job.block]) != job.stored.sums[(low + at) // job.block]:
             raise Damaged(f"{job.name} is damaged: its bytes in {path} do not have the checksum with which they were written")
-
-
-def _few(names: Sequence[str], between: str = " ") -> str:
-    return between.join(sorted(names)[:TOLD]) + (f" and {len(names) - TOLD} more" if len(names) > TOLD else "")

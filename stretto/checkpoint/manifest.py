@@ -29,12 +29,16 @@ ITEMSIZE: Mapping[str, int] = MappingProxyType(
 
 
 class Stored(NamedTuple):
-    """A box of a tensor in a file: its bytes are [start, start + bytes_) of `file`; sums: CRC-32 of each BLOCK of them."""
+    """A box of a tensor in a file: its bytes are [start, start + bytes_) of `file`; sums: CRC-32 of each BLOCK of them, if there are any.
+
+    packed: 0, or (in folders of others) the bytes of an archive of torch.save that begins there and holds the box.
+    """
 
     box: Box
     file: str
     start: int
     sums: tuple[int, ...]
+    packed: int = 0
 
 
 class Scalar(NamedTuple):

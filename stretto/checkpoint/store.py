@@ -39,6 +39,9 @@ class Store(Protocol):
 
     def size(self, name: str) -> int: ...
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+
     def folders(self) -> list[str]:
         """Names of the folders directly below the root, temporary ones too."""
 
@@ -117,6 +120,9 @@ class LocalStore:
     def size(self, name: str) -> int:
         return (self.root / name).stat().st_size
 
+    def has(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
     def folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
@@ -182,6 +188,9 @@ class ObjectStore:
 
     def size(self, name: str) -> int:
         return int(self.files.size(self._at(name)))
+
+    def has(self, name: str) -> bool:
+        return bool(self.files.isfile(self._at(name)))
 
     def folders(self) -> list[str]:
         if not self.files.isdir(self.root):

@@ -118,6 +118,7 @@ class Engine:
         self._cut_loss = cut_next_token_loss(self.tensors) if loss is None and self.tensors.vocab else None
         pieces = [piece for group in self.parallel.groups for piece in group.pieces]
         groups = parameter_groups(pieces, job.optimizer.weight_decay)
+        self.own_optimizer = optimizer is not None
         self.optimizer = (optimizer or make_optimizer(job.optimizer))(groups) if groups else None
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.total_steps = job.schedule.steps or job.total_steps() or 1

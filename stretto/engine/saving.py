@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from stretto.checkpoint.convert import FACT
-from stretto.checkpoint.load import compare, fetch, read_manifest
+from stretto.checkpoint.kinds import FACT, manifest_at
+from stretto.checkpoint.load import fetch, prints
 from stretto.checkpoint.manifest import Manifest
 from stretto.checkpoint.meeting import Meeting
+from stretto.checkpoint.names import compare, suited
 from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.save import Content, Save
 from stretto.checkpoint.store import Store
@@ -100,7 +101,7 @@ class Saver:
             self.state.counters(),
             notes,
             job.model_dump(mode="json"),
-            {"torch": torch.__version__, "time": time.time(), FACT: _config(self.engine.model)},
+            {"torch": torch.__version__, "time": time.time(), "own optimizer": self.engine.own_optimizer, FACT: _config(self.engine.model)},
         )
         saving = Save(meeting, store, name, content)
         saving.begin(ready[0][0].written if ready else 0, PATIENCE if patience is None else patience, error)
@@ -137,8 +138,14 @@ class Saver:
         for rank, other in enumerate(meeting.call(path, PATIENCE)):
             if other != path:
                 raise JobError(f"rank {self.world.rank} loads {path} and rank {rank} {other}; give every rank one folder")
-        manifest = self._from_rank_0(lambda: read_manifest(store, name), f"{path} cannot be read")
-        wanted = self.state.wanted(manifest)
+        named = self.state.named()
+
+        def look() -> Manifest:
+            found = manifest_at(store, name)
+            return suited(found, path, {key: one.aliases for key, one in named.items()}, lambda key: prints(store, name, found, key))
+
+        manifest = self._from_rank_0(look, f"{path} cannot be read")
+        wanted = self.state.wanted(manifest, named)
 
         def read() -> tuple[HostCopy, States]:
             compare(manifest, path, wanted, allow)

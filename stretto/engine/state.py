@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.load import alias_table
 from stretto.checkpoint.manifest import Entry, Manifest, Scalar
+from stretto.checkpoint.names import alias_table
 from stretto.checkpoint.parts import DTYPES, NAMES, HostCopy, Part, share_out
 from stretto.comm.group import Group
 from stretto.errors import JobError
@@ -29,6 +29,14 @@ COPY_AXES = (*REPLICATE_AXES, *SHARD_AXES)
 MODEL_AXES = ("ep", "tp")
 #: State of an optimizer, as torch keeps it: name of a parameter -> name of a value -> tensor or number.
 States = Mapping[str, Mapping[str, Any]]
+
+
+class Whole(NamedTuple):
+    """A tensor of the model, whole: its shape, whether it is a parameter that is trained, other names of it (tied weights)."""
+
+    shape: Shape
+    trained: bool
+    aliases: tuple[str, ...]
 
 
 class EngineState:
@@ -137,13 +145,18 @@ class EngineState:
 
     # -- what is wanted --------------------------------------------------------------------------------------------
 
-    def wanted(self, manifest: Manifest) -> dict[str, Shape]:
-        """Names and whole shapes of all tensors that the model, on all its stages, needs from a checkpoint. Collective."""
-        mine = {part.name: (part.shape, part.trainable and part.name.startswith("model/")) for part in self.model_parts()}
-        tensors = {name: found for names in self.stages.objects(mine, reason="load") for name, found in names.items()}
-        wanted = {name: shape for name, (shape, _) in tensors.items()}
+    def named(self) -> dict[str, Whole]:
+        """The model's tensors, on all its stages, as "model/NAME" and "buffer/NAME". Collective."""
+        mine = {
+            part.name: Whole(part.shape, part.trainable and part.name.startswith("model/"), part.aliases) for part in self.model_parts()
+        }
+        return {name: found for names in self.stages.objects(mine, reason="load") for name, found in names.items()}
+
+    def wanted(self, manifest: Manifest, named: Mapping[str, Whole]) -> dict[str, Shape]:
+        """Names and whole shapes of all tensors that the model with these tensors needs from a checkpoint."""
+        wanted = {name: one.shape for name, one in named.items()}
         there = state_keys(manifest)
-        for name, (shape, trainable) in tensors.items():
+        for name, (shape, trainable, _) in named.items():
             if not trainable or not there:
                 continue
             parameter = name.removeprefix("model/")

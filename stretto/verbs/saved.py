@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 from stretto.verbs.words import SAVED, Verb, print_json, stdout_kept_for
 
 if TYPE_CHECKING:
-    from stretto.checkpoint.convert import Told
+    from stretto.checkpoint.kinds import Told
+
+
+PLACES = "a checkpoint, a run folder (its newest is taken), a Hugging Face folder or one of torch.distributed.checkpoint"
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a checkpoint, a run folder (its newest is taken) or a Hugging Face folder")
+    parser.add_argument("source", metavar="SRC", help=PLACES)
+    parser.add_argument("target", metavar="DST", help="the folder that is made")
     parser.add_argument(
-        "target", metavar="DST", help="the folder that is made: a Hugging Face folder of a checkpoint, or a checkpoint of such a folder"
+        "--to",
+        choices=("huggingface", "dcp", "torchtitan", "checkpoint"),
+        help="dcp: of torch.distributed.checkpoint, as FSDP2 scripts have it; torchtitan: the same with torchtitan's keys "
+        "(default: huggingface for a checkpoint, checkpoint for anything else)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -23,19 +30,19 @@ def _convert(asked: argparse.Namespace) -> int:
     from stretto.checkpoint.convert import convert
 
     with stdout_kept_for(asked.json):
-        told = convert(asked.source, asked.target)
+        told = convert(asked.source, asked.target, asked.to)
     print_json(told.as_json()) if asked.json else print(_holding(told))
     return 0
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", metavar="DIR", help="a checkpoint, a run folder (its newest is taken) or a Hugging Face folder")
+    parser.add_argument("place", metavar="DIR", help=PLACES)
     parser.add_argument("--verify", action="store_true", help="read all of it, and hold every block of bytes against its checksum")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def _inspect(asked: argparse.Namespace) -> int:
-    from stretto.checkpoint.convert import inspect
+    from stretto.checkpoint.kinds import inspect
 
     told = inspect(asked.place, verify=asked.verify)
     print_json(told.as_json()) if asked.json else print(_holding(told))
@@ -53,5 +60,5 @@ def _holding(told: Told) -> str:
     return "\n".join([*lines, *(f"  {name}  {bytes_(size)}" for name, size in told.files.items())])
 
 
-CONVERT = Verb("a checkpoint as a Hugging Face folder, and back", f"stretto convert {SAVED} model", _convert_options, _convert)
+CONVERT = Verb("a checkpoint as a Hugging Face folder or of DCP, and back", f"stretto convert {SAVED} model", _convert_options, _convert)
 INSPECT = Verb("what a checkpoint holds", f"stretto inspect {SAVED}", _inspect_options, _inspect)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from truth import small
 
-from stretto.checkpoint.convert import convert, inspect
+from stretto.checkpoint.convert import convert
 from stretto.checkpoint.huggingface import INDEX, Listed, read_folder, write_folder
+from stretto.checkpoint.kinds import inspect
 from stretto.checkpoint.shelf import Keep
 from stretto.checkpoint.store import LocalStore, place_of
 from stretto.cli import main

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.checkpoint.load import compare, fetch, read_manifest
+from stretto.checkpoint.load import fetch, read_manifest
 from stretto.checkpoint.manifest import Entry, Manifest
+from stretto.checkpoint.names import compare
 from stretto.checkpoint.parts import HostCopy, Part, share_out
 from stretto.checkpoint.save import Content, joined, write_file
 from stretto.checkpoint.store import LocalStore
