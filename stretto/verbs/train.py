@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
+    from stretto.launch.elsewhere import options
+
     job_words(parser)
     parser.add_argument("--out", metavar="DIR", help="the run folder (default runs/NAME-TIME)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
@@ -33,13 +35,20 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="names that the checkpoint may lack, or have in excess, as 'head.*'; may be given several times",
     )
+    options(parser)
 
 
 def _train(asked: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from stretto.launch.elsewhere import PLACES, check_options, start
     from stretto.launch.training import summary, train
 
+    check_options(asked)
+    if asked.on in PLACES:
+        done = start(load(asked.words), asked)
+        print_json({name: value for name, value in done.items() if name != "text"}) if asked.json else print(done["text"], end="")
+        return 0
     job = load(asked.words) if asked.resume == "no" else _job_that_goes_on(asked)
     with stdout_kept_for(asked.json):
         trained = train(job, asked.out, until=asked.until, resume=asked.resume, allow_missing=tuple(asked.allow_missing))
