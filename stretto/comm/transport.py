@@ -197,7 +197,7 @@ def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: fl
         raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
 
 
-def _shared(rank: int, size: int, store: Store, timeout: float, far: Transport | None) -> Transport:
+def _shared(rank: int, size: int, store: Store, timeout: float, far: Transport | None = None) -> Transport:
     """Shared memory inside each machine, `far` between them. Raises Unavailable on every rank if it cannot be had on one.
 
     far None: only for ranks of one machine.
