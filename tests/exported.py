@@ -17,11 +17,11 @@ SMALL = {
 }  # fmt: skip
 
 
-def losses_of(folder: Path, script: str) -> list[float]:
-    """What a script prints on 2 ranks."""
+def losses_of(folder: Path, script: str, **variables: str) -> list[float]:
+    """What a script prints on 2 ranks. variables: of the environment, besides torchrun's."""
     with listening_socket() as listener:
         port = listener.getsockname()[1]
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    base = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
     started = [
         subprocess.Popen(
             [sys.executable, script],

@@ -65,7 +65,7 @@ def export(asked: Reading) -> Exported:
     mesh, stage = asked.mesh, asked("zero.stage")
     cpu = asked("device") == "cpu"
     kind = _kind(stage, cpu, asked.job.shards)
-    cut_over_tp = kind == "FSDP" and asked.shape is None
+    cut_over_tp = kind == "FSDP" and asked.shape is None and mesh["tp"] > 1
     ranks = asked.job.shards * (mesh["tp"] if cut_over_tp else 1)
     asked.axis("pp", f"a configuration knows no pipeline stages for training; this runs on {ranks} ranks")
     if not cut_over_tp:
@@ -85,15 +85,18 @@ def export(asked: Reading) -> Exported:
         "rdzv_backend": "static",
         "same_network": True,
     }
+    if cpu and ranks > 1:
+        asked.lacks("device", "accelerate launch starts several ranks on CPUs through mpirun alone (--mpirun_hostfile)")
     _precision(asked)
     if kind == "FSDP":
         config["fsdp_config"] = _fsdp(asked)
-        config["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": mesh["dp_replicate"],
-            "parallelism_config_dp_shard_size": mesh["dp"],
-            "parallelism_config_tp_size": mesh["tp"] if cut_over_tp else 1,
-            "parallelism_config_cp_size": 1,
-        }
+        if mesh["dp_replicate"] > 1 or cut_over_tp:
+            config["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": mesh["dp_replicate"],
+                "parallelism_config_dp_shard_size": mesh["dp"],
+                "parallelism_config_tp_size": mesh["tp"] if cut_over_tp else 1,
+                "parallelism_config_cp_size": 1,
+            }
     if kind == "DEEPSPEED":
         config["deepspeed_config"] = _deepspeed(asked)
         asked.axis("dp_replicate", "DeepSpeed cuts over all dp ranks")
@@ -116,12 +119,12 @@ def export(asked: Reading) -> Exported:
 
 
 def _kind(stage: int, cpu: bool, ranks: int) -> str:
-    """DDP keeps everything on every rank, as stage 0; DeepSpeed has stages 1 and 2; FSDP2 is stage 3."""
+    """DDP keeps everything on every rank, as stage 0; DeepSpeed has stages 1 and 2; FSDP2 is stage 3, on GPUs alone."""
     if ranks == 1:
         return "NO"
     if stage == 0:
         return "MULTI_CPU" if cpu else "MULTI_GPU"
-    return "FSDP" if stage == 3 else "DEEPSPEED"
+    return "FSDP" if stage == 3 and not cpu else "DEEPSPEED"
 
 
 def _precision(asked: Reading) -> None:
@@ -155,7 +158,7 @@ def _fsdp(asked: Reading) -> dict[str, Any]:
 
 def _deepspeed(asked: Reading) -> dict[str, Any]:
     stage = asked("zero.stage")
-    asked.lacks_if("zero.gradients", "each" if stage == 2 else "end", f"DeepSpeed's stage {stage} does it otherwise")
+    asked.lacks_if("zero.gradients", "each" if stage >= 2 else "end", f"DeepSpeed's stage {stage} does it otherwise")
     asked.lacks_if("zero.granularity", "element", "buffers are cut anywhere")
     return {
         "zero_stage": stage,

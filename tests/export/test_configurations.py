@@ -133,16 +133,18 @@ def test_megatrons_vocabulary_and_sizes_are_the_models():
     assert found["lr"] == "0.002" == found["min-lr"] and "warmup" not in found
 
 
-KINDS = {0: "MULTI_CPU", 1: "DEEPSPEED", 2: "DEEPSPEED", 3: "FSDP"}
+KINDS = {0: ("MULTI_CPU", "MULTI_GPU"), 1: ("DEEPSPEED", "DEEPSPEED"), 2: ("DEEPSPEED", "DEEPSPEED"), 3: ("DEEPSPEED", "FSDP")}
 
 
 @pytest.mark.parametrize("stage", KINDS)
-def test_accelerate_takes_the_plugin_that_does_what_the_stage_says(stage):
-    exported = made("accelerate", mesh="dp=2", zero=stage, **{"batch.size": 8, "batch.micro_size": 2})
-    config = yaml.safe_load(exported.files[0].text)
-    assert config["distributed_type"] == KINDS[stage] and config["num_processes"] == 2 and config["use_cpu"] is True
-    assert config.get("deepspeed_config", {}).get("zero_stage") == (stage if stage in (1, 2) else None)
-    assert config.get("fsdp_config", {}).get("fsdp_reshard_after_forward") == (True if stage == 3 else None)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_accelerate_takes_the_plugin_that_does_what_the_stage_says(stage, device):
+    keys = {"zero": stage, "device": device, "precision": "fp32", "batch.size": 8, "batch.micro_size": 2}
+    exported = made("accelerate", mesh="dp=2", **keys)
+    config, kind = yaml.safe_load(exported.files[0].text), KINDS[stage][device == "cuda"]
+    assert config["distributed_type"] == kind and config["num_processes"] == 2 and config["use_cpu"] is (device == "cpu")
+    assert config.get("deepspeed_config", {}).get("zero_stage") == (stage if kind == "DEEPSPEED" else None)
+    assert config.get("fsdp_config", {}).get("fsdp_reshard_after_forward") == (True if kind == "FSDP" else None)
     assert (
         config["mixed_precision"] == "no"
         and yaml.safe_load(made("accelerate", precision="bf16").files[0].text)["mixed_precision"] == "bf16"
@@ -150,7 +152,7 @@ def test_accelerate_takes_the_plugin_that_does_what_the_stage_says(stage):
 
 
 def test_hybrid_sharding_is_a_mesh_of_accelerates_own():
-    config = yaml.safe_load(made("accelerate", mesh="dp_replicate=2 dp=3", zero=3, **{"batch.size": 12}).files[0].text)
+    config = yaml.safe_load(made("accelerate", mesh="dp_replicate=2 dp=3", zero=3, device="cuda", **{"batch.size": 12}).files[0].text)
     axes = config["parallelism_config"]
     assert (axes["parallelism_config_dp_replicate_size"], axes["parallelism_config_dp_shard_size"], config["num_processes"]) == (2, 3, 6)
 
