@@ -62,7 +62,7 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class Row:
     """One variant in one bout. seconds: of each step, by round. Bytes: the most of any rank, see
-    benchmarks/memory.py; machine_bytes: each rank's most, shared pages by share, of all ranks together."""
+    stretto/engine/watch.py; machine_bytes: each rank's most, shared pages by share, of all ranks together."""
 
     variant: str
     seconds: list[list[float]]

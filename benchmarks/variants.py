@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from memory import MemoryWatch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,6 +29,7 @@ from turns import Answer, limit_life, serve
 import stretto.comm.shm
 from stretto.anatomy import DECODERS
 from stretto.engine.engine import Engine
+from stretto.engine.watch import MemoryWatch
 from stretto.job import Job
 from stretto.models import library
 from stretto.models.decoder import Decoder, fill
