@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from stretto.errors import JobError, StrettoError
 from stretto.verbs.check import CHECK
+from stretto.verbs.compare import COMPARE
 from stretto.verbs.draw import DRAW
 from stretto.verbs.export import EXPORT
 from stretto.verbs.listing import JOBS, KEYS
@@ -180,7 +181,7 @@ VERBS: Mapping[str, Verb] = {
     "check": CHECK,
     "plan": PLAN,
     "rehearse": Verb("the real step on fake tensors, at any number of ranks", "stretto rehearse llama3-8b mesh='dp=64'", anything, None),
-    "compare": Verb("one job on other frameworks, same weights and batches", "stretto compare 30m", anything, None),
+    "compare": COMPARE,
     "measure": MEASURE,
     "convert": CONVERT,
     "inspect": INSPECT,
