@@ -1,5 +1,6 @@
 # make train   the main job, on 2 ranks of this machine      make test   the tests, as CI runs them
 # make grid    every cell of the grids of tests               make bench  stretto beside DDP and FSDP2
+# make frameworks   what needs other frameworks: their rows of compare, exports by their own parsers; installs them, takes minutes
 VENV   := .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -26,7 +27,7 @@ grid: $(VENV)/installed
 
 # exports by the parsers of those they are for; MEGATRON_LM=FOLDER names a checkout of core_v0.16.1
 frameworks: $(VENV)/installed
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet deepspeed accelerate torchtitan==0.2.2 triton megatron-core six
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --editable '.[deepspeed,megatron,ray,accelerate]' torchtitan==0.2.2 triton six
 	$(BIN)/python -m pytest -m frameworks
 
 bench: $(VENV)/installed

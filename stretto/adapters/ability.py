@@ -168,4 +168,19 @@ def whole_pipeline(job: Job, mesh: Mesh) -> str:
     return ""
 
 
+def megatron_model(job: Job, mesh: Mesh) -> str:
+    """Megatron cuts kv heads and vocabulary evenly over tp, blocks evenly over pp, and all its layer norms have biases."""
+    shape, tp, pp = shape_of(job), mesh["tp"], mesh["pp"]
+    if shape is None:
+        return ""
+    if shape.kv_heads % tp or shape.vocab % tp:
+        what = f"kv_heads={shape.kv_heads}" if shape.kv_heads % tp else f"vocab={shape.vocab}"
+        return f"mesh.tp={tp}: megatron cuts {what} of {job.model.name} evenly; write a tp that divides it"
+    if shape.blocks % pp:
+        return f"mesh.pp={pp}: megatron shares the {shape.blocks} blocks of {job.model.name} evenly; write a pp that divides them"
+    if shape.norm == "layer" and not shape.bias:
+        return f"{job.model.name} has layer norms without biases, and megatron's have them; write model.norm=rms"
+    return ""
+
+
 EXACT: Mapping[int, str] = MappingProxyType(dict.fromkeys(range(4), ""))

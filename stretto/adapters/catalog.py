@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from stretto.adapters.ability import EXACT, PLAIN_PRECISIONS, Ability, whole_pipeline
+from stretto.adapters.ability import EXACT, PLAIN_PRECISIONS, Ability, megatron_model, whole_pipeline
 from stretto.errors import JobError
 from stretto.keys import nearest
 
@@ -57,6 +57,67 @@ RUNNERS: Mapping[str, Ability] = MappingProxyType(
                 schedules=TORCH_SCHEDULES,
                 alone=(("pp", "tp"),),
                 conditions=(whole_pipeline,),
+            ),
+            Ability(
+                "deepspeed",
+                "deepspeed",
+                "stretto.adapters.deepspeed:build",
+                axes=("dp",),
+                zero=EXACT,
+                extra="deepspeed",
+                precisions=PLAIN_PRECISIONS[:2],
+                compile=False,
+            ),
+            Ability(
+                "megatron",
+                "megatron-core",
+                "stretto.adapters.megatron:build",
+                axes=("dp", "tp", "pp"),
+                zero={
+                    0: "",
+                    1: "",
+                    2: "zero=2 has no counterpart: run as stage 1, its distributed optimizer",
+                    3: "zero=3 is run as stage 1, its distributed optimizer; its own fully sharded mode is not run here",
+                },
+                extra="megatron",
+                schedules={"1f1b": "own, without interleaving"},
+                precisions=PLAIN_PRECISIONS[:2],
+                optimizers=("adamw",),
+                recompute=("none", "full"),
+                compile=False,
+                decoder_only=True,
+                conditions=(megatron_model, whole_pipeline),
+                about="on a CPU with its calls of CUDA turned away (adapters/megatron_cpu.py); its fused kernels are for GPUs",
+            ),
+            Ability(
+                "accelerate",
+                "accelerate",
+                "stretto.adapters.accelerate:build",
+                axes=("dp",),
+                zero={0: "", **{stage: f"zero={stage} is run as its default, DDP: {COPIES}" for stage in (1, 2, 3)}},
+                extra="accelerate",
+                precisions=PLAIN_PRECISIONS[:2],
+            ),
+            Ability(
+                "ray",
+                "ray",
+                "stretto.adapters.raytrain:drive",
+                axes=("dp",),
+                zero={0: "", **{stage: f"zero={stage} is run as what its prepare_model gives, DDP: {COPIES}" for stage in (1, 2, 3)}},
+                extra="ray",
+                driver=True,
+            ),
+            Ability(
+                "ray+stretto",
+                "ray",
+                "stretto.adapters.raytrain:drive_stretto",
+                axes=("dp", "dp_replicate", "tp", "pp", "cp", "ep"),
+                zero=EXACT,
+                extra="ray",
+                schedules=dict.fromkeys(OWN_SCHEDULES, ""),
+                precisions=OWN_PRECISIONS,
+                driver=True,
+                about="stretto's engine in Ray Train's workers",
             ),
         )
     }

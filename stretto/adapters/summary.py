@@ -29,7 +29,9 @@ class Effort(NamedTuple):
     @staticmethod
     def of(steps: int) -> Effort:
         """The last step's memory is watched and the second one's bytes are counted; neither is timed if others are left."""
-        timed = tuple(range(WARM_UP, steps - 1)) or tuple(range(1, steps)) or (0,)
+        timed = next(
+            (tuple(range(first, last)) for first, last in ((WARM_UP, steps - 1), (2, steps - 1), (1, steps)) if first < last), (0,)
+        )
         return Effort(steps, timed, min(1, steps - 1), steps - 1)
 
 

@@ -9,10 +9,12 @@ from stretto.draw.numbers import bytes_, count
 
 #: Medians of rounds on a shared machine, and peaks of memory, differ by so much without a cause.
 NOISE = 0.04
+#: Timed steps a round from which a median means something.
+ENOUGH = 5
 
 
-def verdict(rows: Sequence[Row], mesh: str, apart: float) -> Iterator[str]:
-    """Sentences: the fastest, the smallest, whether all trained the same, who could not, and what to take."""
+def verdict(rows: Sequence[Row], mesh: str, apart: float, timed: int) -> Iterator[str]:
+    """Sentences: the fastest, the smallest, whether all trained the same, who could not, and what to take. timed: steps a round."""
     ran = [row for row in rows if row.status == "ok"]
     if not ran:
         yield "None of the runners trained this job; the reasons stand above."
@@ -33,6 +35,9 @@ def verdict(rows: Sequence[Row], mesh: str, apart: float) -> Iterator[str]:
         yield f"Not installed, so not judged: {', '.join(absent)}."
     if fastest and len(ran) > 1:
         yield _choice(fastest, smallest)
+    if timed < ENOUGH:
+        steps = "1 step a round was timed" if timed == 1 else f"{timed} steps a round were timed"
+        yield f"Only {steps}, so speeds are rough; write --until 20, or a job of more steps."
     yield f"All this is of mesh {mesh} on this machine; another machine or network may order them otherwise."
 
 

@@ -105,9 +105,8 @@ def compare(
     done = _rows(runners, rows, turns, cut)
     facts = environment_facts(["stretto", *sys.argv[1:]], prepared.job.device, prepared.devices.visible)
     tolerance = APART[prepared.job.precision.compute or "fp32"]
-    found = Comparison(
-        job.name, prepared.job.mesh, rounds, steps, tolerance, done, tuple(verdict(done, prepared.job.mesh, tolerance)), facts, str(folder)
-    )
+    said = verdict(done, prepared.job.mesh, tolerance, len(Effort.of(steps).timed))
+    found = Comparison(job.name, prepared.job.mesh, rounds, steps, tolerance, done, tuple(said), facts, str(folder))
     (folder / "compare.json").write_text(json_text(found.plain(), indent=1) + "\n", encoding="utf-8")
     (folder / "compare.html").write_text(page(found.plain()), encoding="utf-8")
     return found

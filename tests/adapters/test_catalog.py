@@ -28,6 +28,15 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "fsdp2 schedule": ({"mesh": "pp=2", "pipeline": "zb-h1", "batch.micro_size": 6}, 'pipeline="zb-h1": fsdp2 has 1f1b, gpipe'),
     "fsdp2 tied": ({"mesh": "pp=2", "model": "gpt2-small", "batch.micro_size": 6}, "gpt2-small ties its head to its embedding"),
     "fsdp2 uneven": ({"mesh": "pp=2", "batch.size": 11, "batch.micro_size": 4}, "11 rows in 3 microbatches are of different sizes"),
+    "deepspeed tp": ({"mesh": "tp=2"}, 'mesh="tp=2": deepspeed has no tp, but dp; write mesh="dp=2"'),
+    "megatron heads": (
+        {"mesh": "tp=4", "model.kv_heads": 2},
+        "mesh.tp=4: megatron cuts kv_heads=2 of tiny evenly; write a tp that divides it",
+    ),
+    "megatron blocks": ({"mesh": "pp=3", "batch.micro_size": 6}, "mesh.pp=3: megatron shares the 8 blocks of tiny evenly"),
+    "megatron model": ({"mesh": "dp=2", "model": "python:mine:model"}, "megatron builds the model itself"),
+    "accelerate pp": ({"mesh": "pp=2", "batch.micro_size": 6}, "accelerate has no pp, but dp"),
+    "ray tp": ({"mesh": "tp=2"}, 'ray has no tp, but dp; write mesh="dp=2"'),
     "ddp fp16": ({"mesh": "dp=2", "precision": "fp16"}, 'precision="fp16" with master="fp32": ddp is run here in fp32, bf16 or fp64'),
 }
 

@@ -20,7 +20,8 @@ def rank(began: float, seconds: list[float], losses: list[float], bytes_: int = 
 
 def test_the_middle_of_a_turn_is_timed_its_second_step_counted_and_its_last_watched() -> None:
     assert Effort.of(12) == Effort(12, tuple(range(3, 11)), traffic=1, memory=11)
-    assert Effort.of(4) == Effort(4, (1, 2, 3), 1, 3)
+    assert Effort.of(5).timed == (3,) and Effort.of(4).timed == (2,)
+    assert Effort.of(3) == Effort(3, (1, 2), 1, 2)
     assert Effort.of(1) == Effort(1, (0,), 0, 0)
 
 
@@ -60,14 +61,19 @@ def test_a_row_tells_speed_against_the_reference_round_by_round_and_where_losses
 
 
 def test_the_verdict_praises_nobody_whose_numbers_are_wrong_and_names_who_could_not() -> None:
-    said = list(verdict(rows(), "dp=1", 5e-5))
+    said = list(verdict(rows(), "dp=1", 5e-5, timed=20))
     assert said[0] == "Fastest: ours, 57.1 tokens/s (2.00 times peer)."
     assert said[1] == "Least memory on the machine: peer, 250 B (against ours 500 B)."
     assert said[2] == "wrong trains something else: its loss parts from ours's at step 3 (by 1.0e-01 at most)."
     assert said[3] == "Not on this job: broken; why stands above."
     assert said[4] == "Not installed, so not judged: absent."
     assert said[5] == "For this job here: ours where speed counts; peer where memory is short."
-    assert list(verdict([], "dp=1", 5e-5)) == ["None of the runners trained this job; the reasons stand above."]
+    assert list(verdict([], "dp=1", 5e-5, timed=20)) == ["None of the runners trained this job; the reasons stand above."]
+
+
+def test_few_timed_steps_are_called_rough() -> None:
+    rough = "Only 3 steps a round were timed, so speeds are rough; write --until 20, or a job of more steps."
+    assert rough in list(verdict(rows(), "dp=1", 5e-5, timed=3)) and rough not in list(verdict(rows(), "dp=1", 5e-5, timed=5))
 
 
 def test_a_loss_that_is_no_number_is_apart() -> None:

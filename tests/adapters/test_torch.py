@@ -61,6 +61,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ddp": ("ddp", {"mesh": "dp=4"}),
     "ddp of two microbatches": ("ddp", {"mesh": "dp=4", "batch.micro_size": 1}),
     "ddp recomputing": ("ddp", {"mesh": "dp_replicate=2 dp=2", "recompute": "full"}),
+    "accelerate": ("accelerate", {"mesh": "dp=4", "precision": "fp32", "batch.micro_size": 1}),
     "fsdp2 keeping parameters": ("fsdp2", {"mesh": "dp=4", "zero": 2}),
     "fsdp2 resharding, two microbatches": ("fsdp2", {"mesh": "dp=4", "zero": 3, "batch.micro_size": 1}),
     "fsdp2 reducing at the end": ("fsdp2", {"mesh": "dp=4", "zero": 3, "batch.micro_size": 1, "zero.gradients": "end"}),
@@ -84,9 +85,10 @@ def test_a_framework_trains_what_one_process_trains(case: str, pool: Pool) -> No
     job = job_of(**keys)
     assert RUNNERS[runner].refusal(job) == ""
     told = pool.run(turn, 4, (runner, job), timeout=120)
+    near = 1e-11 if job.precision.compute == "fp64" else 1e-6
     for step, (loss, norm) in enumerate(expected(job)):
-        assert sum(losses[step] for losses, _, _ in told) == pytest.approx(loss, rel=1e-11)
-        assert [norms[step] for _, norms, _ in told] == pytest.approx([norm] * 4, rel=1e-9)
+        assert sum(losses[step] for losses, _, _ in told) == pytest.approx(loss, rel=near)
+        assert [norms[step] for _, norms, _ in told] == pytest.approx([norm] * 4, rel=100 * near)
 
 
 def parameters() -> int:

@@ -86,7 +86,7 @@ def test_the_table_shows_every_figure_and_every_reason(tmp_path: Path) -> None:
         (0.1, 0.1), None, 0.0, True,
     )  # fmt: skip
     rows = (ran, Row("other", None, "not installed", "pip install it"))
-    found = comparing.Comparison("tiny", "dp=2", 2, 2, 5e-5, rows, tuple(verdict(rows, "dp=2", 5e-5)), {}, str(tmp_path))
+    found = comparing.Comparison("tiny", "dp=2", 2, 2, 5e-5, rows, tuple(verdict(rows, "dp=2", 5e-5, 9)), {}, str(tmp_path))
     lines = comparing.table(found).splitlines()
     assert lines[0] == "tiny on mesh dp=2: 2 steps, 2 rounds in turn"
     figures = "stretto 1 2k 1.9k-2.1k 1.000 100 MB 300 MB 1 MB 2.5 s 2.00000 no"
