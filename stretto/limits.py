@@ -118,19 +118,28 @@ def _shape(model: Model) -> DecoderShape:
     return DECODERS[model.name].with_(model.sizes())
 
 
+def blocks_of_folder(name: str) -> int | None:
+    """Blocks of the transformers model in a folder, by its config.json; None where that does not say, or is not there."""
+    return _number_of_folder(name, "num_hidden_layers", "n_layer", "num_layers")
+
+
 def _heads_of_folder(name: str) -> tuple[int, int] | None:
-    """Heads and kv heads of the transformers model in a folder, by its config.json; None where that does not say, or is not there."""
+    """Heads and kv heads of the transformers model in a folder."""
+    heads = _number_of_folder(name, "num_attention_heads", "n_head")
+    kv_heads = _number_of_folder(name, "num_key_value_heads") or heads
+    return (heads, kv_heads) if heads and kv_heads else None
+
+
+def _number_of_folder(name: str, *keys: str) -> int | None:
     path = Path(name.removeprefix("hf:")) / "config.json"
     if not name.startswith("hf:") or not path.is_file():
         return None
     try:
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
-        heads = config.get("num_attention_heads") or config.get("n_head")
-        kv_heads = config.get("num_key_value_heads") or heads
+        return next((value for key in keys if isinstance(value := config.get(key), int)), None)
     except (OSError, ValueError, AttributeError):
         return None  # whoever loads it says what is wrong with it
-    return (heads, kv_heads) if isinstance(heads, int) and isinstance(kv_heads, int) else None
 
 
 def _divisor_below(n: int, limit: int) -> int:

@@ -324,7 +324,7 @@ class Log(Section):
 class Profile(Section):
     main: ClassVar[str] = "steps"
     steps: Numbers = Field(default=(), description="steps written to timeline.json, as [10, 11]; the first is 1")
-    ranks: Numbers = Field(default=(0,), description="ranks whose timelines are written")
+    ranks: Numbers = Field(default=(), description="ranks whose timelines are written (empty: one of each pipeline stage)")
 
 
 class Comm(Section):

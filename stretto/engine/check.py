@@ -83,7 +83,14 @@ def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) 
     else:
         task = model if isinstance(model, library.Task) else library.Task(model)
         loaded = library.Loaded(
-            task.model, None, type(task.model).__name__, _vocab(task.model), None, task.forward, task.loss, task.batches
+            task.model,
+            None,
+            type(task.model).__name__,
+            _vocab(task.model),
+            forward=task.forward,
+            loss=task.loss,
+            batches=task.batches,
+            stages=tuple(task.stages),
         )
     if blocks is not None:
         name, found = block_list(loaded.model)

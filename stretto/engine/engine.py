@@ -76,6 +76,7 @@ class Engine:
     ) -> None:
         if isinstance(model, library.Loaded):
             loss, forward, initial = loss or model.loss, forward or model.forward, initial or values_of(model, job.seed)
+            stages = stages or model.stages
             model = model.model
         self.world = world or World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
         on_gpu = self.world.device.type == "cuda"

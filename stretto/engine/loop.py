@@ -23,6 +23,7 @@ from stretto.engine.runner import StepReport
 from stretto.engine.sample import write
 from stretto.errors import JobError
 from stretto.job import Job
+from stretto.layout.mesh import Mesh
 from stretto.models import library
 from stretto.schedule.step import unit_cost
 from stretto.schedule.timeline import simulate
@@ -57,7 +58,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
         if engine.steps:  # the rest of the data may be another number of steps than it was
             job = _with_length(asked, feed)
             engine.total_steps = job.schedule.steps or job.total_steps() or 1
-        profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks), world.rank)
+        profile = Profile(frozenset(job.profile.steps), frozenset(job.profile.ranks or _a_rank_a_stage(engine.mesh)), world.rank)
         emit({"kind": "start", "steps": job.steps, "lines": [loaded.describe, source.describe, _where(world), *_stages(engine)]})
         prompt = _prompt(source, loaded, job)
         if prompt and isinstance(source, Tokens):
@@ -99,6 +100,11 @@ def _steps(
     keeper.close()
     keeper.export()
     return rows
+
+
+def _a_rank_a_stage(mesh: Mesh) -> tuple[int, ...]:
+    """The first rank of each pipeline stage: ranks beside it do the same at the same time."""
+    return tuple(mesh.rank(pp=number) for number in range(mesh["pp"]))
 
 
 def _load(job: Job) -> library.Loaded:

@@ -27,6 +27,7 @@ from stretto.launch.runfolder import RunFolder, Status, default_folder, environm
 from stretto.launch.worker import Event, Rank
 from stretto.layout.mesh import Mesh
 from stretto.layout.stages import Item, split_model
+from stretto.limits import blocks_of_folder
 from stretto.schedule.request import requested
 
 
@@ -77,6 +78,10 @@ def check_pipeline(job: Job, own_model: bool = False) -> None:
     if job.model.name in DECODERS and not own_model:
         anatomy = Anatomy.of_decoder(DECODERS[job.model.name].with_(job.model.sizes()))
         split_model([Item(*part) for part in anatomy.work(job.batch.seq_len, job.recompute)], step.rank_of, keys.split)
+        return
+    blocks = None if own_model else blocks_of_folder(job.model.name)
+    if blocks is not None and step.stages > 1 and not keys.split:
+        split_model([Item(f"block {number}", 1) for number in range(blocks)], step.rank_of)
 
 
 def train(

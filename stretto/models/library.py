@@ -32,14 +32,15 @@ Initial = Callable[[nn.Module, str, Tensor, int, int], None]  # (model, paramete
 class Task:
     """What a `python:` function may return instead of a bare module: the module and how it is trained.
 
-    forward(model, batch) -> output; loss(output, batch) -> (sum, count); batches: an iterable of mappings of tensors.
-    What is None is as for any module.
+    forward(model, batch) -> output; loss(output, batch) -> (sum, count); batches: an iterable of mappings of tensors; stages: what
+    pipeline stages share, in the order in which it runs. What is None, or empty, is as for any module.
     """
 
     model: nn.Module
     forward: Callable[[nn.Module, Any], Any] | None = None
     loss: Callable[[Any, Any], tuple[Tensor, Any]] | None = None
     batches: Any = None
+    stages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Loaded:
     Neither: the module's values are real already.
     describe: one line for the user: what it is, how large, and where its values come from.
     vocab, positions: token ids lie below vocab, sequences are no longer than positions; None: not known, or no limit.
-    regular: modules outside the list of blocks that are known to run exactly once in each forward, in that order.
+    regular: modules outside the list of blocks that are known to run exactly once in each forward, in that order. stages: as in Task.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Loaded:
     batches: Any = None
     regular: tuple[str, ...] = ()
     stored: StoredValues | None = None
+    stages: tuple[str, ...] = ()
 
 
 def load(name: str, *, weights: str = "auto", seed: int = 0, overrides: Mapping[str, object] | None = None) -> Loaded:
@@ -220,6 +222,7 @@ def _python(spec: str, weights: str, seed: int) -> Loaded:
         forward=task.forward,
         loss=task.loss,
         batches=task.batches,
+        stages=tuple(task.stages),
     )
 
 

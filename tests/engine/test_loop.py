@@ -121,6 +121,12 @@ def test_the_steps_and_ranks_that_were_asked_for_are_timed(text):
     assert of("timeline", run(text)[0]) == []
 
 
+def test_by_default_one_rank_of_each_pipeline_stage_is_timed(text):
+    heard = run(text, 4, mesh="pp=2 dp=2", **{"profile.steps": [2], "batch.micro_size": 2})
+    trace = json.loads(of("timeline", heard[0])[0]["trace"])
+    assert {event["tid"] for event in trace["traceEvents"]} == {0, 2}
+
+
 def test_where_a_rank_is_is_told_before_it_gets_there(text):
     events = run(text, ranks=1, steps=2)[0]
     places = [(event.get("step"), event["action"]) for event in of("at", events)]

@@ -194,3 +194,11 @@ def test_a_rank_that_somebody_else_started_does_the_same_in_its_own_process(run,
 def test_a_pipeline_that_cannot_be_is_refused_before_ranks_start(keys, says):
     with pytest.raises(JobError, match=says):
         ready(Job.load("tiny", **keys))
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
+def test_more_stages_than_a_folder_says_blocks_are_refused_before_ranks_start(key, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({key: 3}))
+    ready(Job.load("tiny", model=f"hf:{tmp_path}", mesh="pp=3"))
+    with pytest.raises(JobError, match="4 pipeline stages are more than the 3 blocks of the model; write a mesh with fewer pp"):
+        ready(Job.load("tiny", model=f"hf:{tmp_path}", mesh="pp=4"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from stretto.comm.threads import run_threads
 from stretto.engine.engine import Engine
 from stretto.errors import JobError, RunError
 from stretto.job import Job
+from stretto.models.library import Task
 
 STEPS = 2
 
@@ -106,6 +108,7 @@ def test_an_order_that_is_not_that_of_definition_is_noticed_and_can_be_said():
     model = seeded(Odd)
     refused(model, r"stage 0: embed runs where layers.0 should; .* say the order of the other parts with stages=\[...\]")
     agrees(model, job("pp=2"), stages=ORDER)
+    families.agrees(Task(model, stages=ORDER), "pp=2")
 
 
 class Between(nn.Module):
