@@ -14,22 +14,29 @@ from stretto.errors import JobError
 
 
 class Seat(NamedTuple):
-    """This process among `ranks` that torchrun, srun or stretto.launch started; local_rank counts those of one machine."""
+    """This process among `ranks` that torchrun, srun or stretto.launch started; local_rank counts those of one machine.
+
+    node: the number of this machine, of `nodes`.
+    """
 
     rank: int
     ranks: int
     local_rank: int
+    node: int = 0
+    nodes: int = 1
 
 
 def seat(environment: Mapping[str, str]) -> Seat | None:
     """The seat that torchrun's variables give, else those of an srun step of several tasks; None: nobody started us as a rank."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return Seat(rank, ranks, int(environment.get("LOCAL_RANK", rank)))
+        node, nodes = int(environment.get("GROUP_RANK", 0)), int(environment.get("GROUP_WORLD_SIZE", 1))
+        return Seat(rank, ranks, int(environment.get("LOCAL_RANK", rank)), node, nodes)
     # SLURM_STEP_ID: in a batch script the other two are set as well, yet nobody started several of us
     if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         rank = int(environment["SLURM_PROCID"])
-        return Seat(rank, int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_LOCALID", rank)))
+        node, nodes = int(environment.get("SLURM_NODEID", 0)), int(environment.get("SLURM_STEP_NUM_NODES", 1))
+        return Seat(rank, int(environment["SLURM_NTASKS"]), int(environment.get("SLURM_LOCALID", rank)), node, nodes)
     return None
 
 

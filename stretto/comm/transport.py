@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from stretto.comm.environment import Seat, meeting_point, seat
 from stretto.comm.machine import Machine, Unavailable
 from stretto.comm.messages import Handle, Messages
+from stretto.comm.nodes import PATIENCE, Nodes, address_towards, interface_of, within
 from stretto.errors import JobError, PeerLost
 
 
@@ -75,7 +76,8 @@ class World:
     """All ranks of the job, seen from one of them.
 
     store: names and values that all of them see. made_group, made_transport: whether torch's process group and the transport are
-    this world's own to end. why: what kept the transport from being a better one.
+    this world's own to end. why: what kept the transport from being a better one. nodes: where all ranks are, of a job on several
+    machines.
     """
 
     rank: int
@@ -87,6 +89,7 @@ class World:
     made_group: bool = False
     made_transport: bool = False
     why: str = ""
+    nodes: Nodes | None = None
 
     @staticmethod
     def alone(device: str = "auto") -> World:
@@ -105,7 +108,7 @@ class World:
             here = Seat(dist.get_rank(), dist.get_world_size(), here.local_rank if here else dist.get_rank())
         if here is None or (here.ranks == 1 and not given):
             return World.alone(device)
-        rank, size, local_rank = here
+        rank, size, local_rank, node, node_count = here
         where = _device(device, local_rank)
         if transport == "nccl" and where.type != "cuda":
             raise JobError("comm.transport=nccl needs GPUs and device=cuda; write comm.transport=auto for ranks on CPUs")
@@ -115,12 +118,13 @@ class World:
             torch.cuda.set_device(where)
         backend = "nccl" if where.type == "cuda" and transport != "gloo" else "gloo"
         # torch hands out the store of a group that somebody else made in no other way
-        store = dist.distributed_c10d._get_default_store() if given else _meet(backend, rank, size, init_timeout, step_timeout)
+        store = dist.distributed_c10d._get_default_store() if given else _meet(backend, here, init_timeout, step_timeout)
         store = PrefixStore("stretto/world", store)
+        nodes = Nodes.meet(rank, size, node, address_towards(meeting_point(os.environ)[0]), store) if node_count > 1 and not given else None
         if backend == "nccl":
             from stretto.comm.native import Native
 
-            return World(rank, size, local_rank, where, Native(rank, where, step_timeout, store), store, not given, True)
+            return World(rank, size, local_rank, where, Native(rank, where, step_timeout, store), store, not given, True, "", nodes)
         carrier: Transport = Messages(GlooMail(), rank, where)
         why = ""
         if where.type == "cpu" and transport in ("auto", "shm"):
@@ -130,14 +134,21 @@ class World:
                 if transport == "shm":
                     raise JobError(f"comm.transport=shm: {error}; write comm.transport=gloo") from error
                 why = str(error)
-        return World(rank, size, local_rank, where, carrier, store, not given, True, why)
+        return World(rank, size, local_rank, where, carrier, store, not given, True, why, nodes)
 
     def first(self, name: str) -> bool:
         """Whether no rank has asked for `name` before: of all callers exactly one gets True. Not collective.
 
-        Raises RuntimeError if the rank that keeps the store is gone.
+        Raises RuntimeError or TimeoutError if the rank that keeps the store is gone.
         """
-        return bool(self.store.add(name, 1) == 1)
+        if self.nodes is not None and self.nodes.store_lost:
+            raise RuntimeError("the node that keeps the store is gone")  # to ask would wait for ever, and the end of this process with it
+        return within(PATIENCE, lambda: bool(self.store.add(name, 1) == 1))
+
+    def lost(self, error: PeerLost) -> PeerLost:
+        """The loss of a peer with what can be found out about it: which nodes of the job do not answer. Takes some seconds."""
+        gone = self.nodes.gone() if self.nodes is not None else []
+        return PeerLost(f"{'; '.join(gone)} ({error})") if gone else error
 
     def limited(self, size: int) -> World:
         """The first `size` ranks as a world of their own; only they may use it."""
@@ -147,6 +158,8 @@ class World:
 
     def close(self) -> None:
         """Leave the other ranks, and the process group if this world made it."""
+        if self.nodes is not None and self.made_group:
+            self.nodes.close()
         if self.made_transport:
             self.transport.close()
         if self.made_group and dist.is_initialized():
@@ -175,9 +188,14 @@ class _NoMail:
         raise PeerLost(f"there is no rank {source}: this world has one rank")
 
 
-def _meet(kind: str, rank: int, size: int, init_timeout: float, step_timeout: float) -> Store:
+def _meet(kind: str, here: Seat, init_timeout: float, step_timeout: float) -> Store:
     """Make the process group; returns the store in which the ranks met."""
+    rank, size = here.rank, here.ranks
     host, port = meeting_point(os.environ)
+    address = address_towards(host) if here.nodes > 1 else None
+    if address and (interface := interface_of(address)):
+        # gloo looks for its own host name otherwise, which may be an address that only this machine knows
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     listen = os.environ.get("STRETTO_LISTEN_FD") if rank == 0 else None
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:

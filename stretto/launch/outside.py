@@ -76,5 +76,5 @@ def _first(error: Exception, here: Rank, seat: Seat) -> bool:
         return seat.local_rank == 0 or not _same_everywhere(error)
     try:
         return here.first("failure")
-    except Exception:  # the store went with the rank that kept it, which had its say
-        return not echo
+    except Exception:  # the store went with the rank that kept it, which had its say; or with its node, which nobody else hears
+        return not echo or seat.local_rank == 0

@@ -16,7 +16,7 @@ from stretto.checkpoint.shelf import Keep, Resume
 from stretto.comm.environment import Seat, seat
 from stretto.draw.curve import text_curve
 from stretto.draw.numbers import bytes_, count, measure
-from stretto.errors import JobError
+from stretto.errors import JobError, PeerLost
 from stretto.job import Job
 from stretto.launch.devices import Devices, devices
 from stretto.launch.failure import RankFailed
@@ -200,7 +200,10 @@ def train_rank(here: Rank, job: Job, keep: Keep) -> None:
     world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
     here.first = world.first
     here.emit({"kind": "at", "action": "while building the model"})
-    fit(job, world, here.emit, here.stop, keep)
+    try:
+        fit(job, world, here.emit, here.stop, keep)
+    except PeerLost as error:
+        raise world.lost(error) from error
     world.close()  # not after an error: it would wait for ranks that are gone
 
 

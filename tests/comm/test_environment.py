@@ -18,21 +18,23 @@ SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_S
     ("environment", "place"),
     [
         ({}, None),
-        (TORCHRUN, (5, 8, 1)),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 8, 5)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0)),
+        (TORCHRUN, (5, 8, 1, 0, 1)),
+        (TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}, (5, 8, 1, 2, 4)),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 8, 5, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 0, 1)),
         ({"RANK": "5"}, None),
         ({"WORLD_SIZE": "8"}, None),
-        (SRUN, (3, 4, 1)),
-        ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, (3, 4, 3)),
-        (TORCHRUN | SRUN, (5, 8, 1)),  # torchrun under srun: the inner launcher counts
+        (SRUN, (3, 4, 1, 0, 1)),
+        (SRUN | {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}, (3, 4, 1, 1, 2)),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_LOCALID"}, (3, 4, 3, 0, 1)),
+        (TORCHRUN | SRUN, (5, 8, 1, 0, 1)),  # torchrun under srun: the inner launcher counts
         (SRUN | {"SLURM_NTASKS": "1"}, None),  # one task is one rank, or the shell of an allocation
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script, not a step of it
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, None),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
     ],
 )
-def test_the_environment_says_rank_size_and_local_rank(environment: dict[str, str], place: tuple[int, int, int] | None) -> None:
+def test_the_environment_says_rank_size_local_rank_and_node(environment: dict[str, str], place: tuple[int, ...] | None) -> None:
     assert seat(environment) == place
 
 
