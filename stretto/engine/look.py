@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.parallel.boundary import receive_whole, send_whole
+from stretto.parallel.memory import memory_of
 from stretto.parallel.parallelize import Parallel
 from stretto.parallel.place import Place
 from stretto.parallel.sharded import ShardedGroup
@@ -76,21 +77,26 @@ def _to_rank_0(parallel: Parallel, stage: int, tensor: Tensor | None, reason: st
     return tensor if holder == 0 else receive_whole(stages, holder)
 
 
-def bytes_held(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """See Engine.bytes_held."""
+def held_tensors(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Tensor]]:
+    """What this rank holds between steps, by kind. See Engine.bytes_held."""
     groups, rooms = parallel.groups, parallel.rooms
     state = [] if optimizer is None else [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
     masters = [group.master for group in groups if group.separate_master]
     passing = [slot for room in rooms for slot in room.slots] + [t for group in groups for t in group.temporary()]
     buffers = [buffer for stage in parallel.stages for buffer in stage.model.buffers()]
     return {
-        "parameters": live_bytes([group.held for group in groups]),
-        "gradients": live_bytes([group.grad for group in groups if group.trainable]),
-        "optimizer": live_bytes([*masters, *(t for t in state if t.numel() > 1)]),
-        "buffers": live_bytes([*passing, *buffers, *(t for t in state if t.numel() <= 1)]),
+        "parameters": [group.held for group in groups],
+        "gradients": [group.grad for group in groups if group.trainable],
+        "optimizer": [*masters, *(t for t in state if t.numel() > 1)],
+        "buffers": [*passing, *buffers, *(t for t in state if t.numel() <= 1)],
     }
+
+
+def bytes_held(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """See Engine.bytes_held."""
+    return {kind: live_bytes(tensors) for kind, tensors in held_tensors(parallel, optimizer).items()}
 
 
 def live_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind these tensors, each storage once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
+    return sum({memory_of(t): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from stretto.anatomy import Recompute
 from stretto.comm.crossing import CARRY
+from stretto.parallel.memory import memory_of
 
 aten = torch.ops.aten
 
@@ -186,7 +187,7 @@ class _Replay(TorchDispatchMode):
 
 
 def _same_memory(a: Any, b: Any) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and memory_of(a) == memory_of(b)
 
 
 def _selective() -> Contexts:

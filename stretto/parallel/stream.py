@@ -13,6 +13,7 @@ from stretto.comm.crossing import Bridge, cross
 from stretto.errors import RunError
 from stretto.layout.layout import Shape
 from stretto.layout.transition import Have
+from stretto.parallel.memory import memory_of
 
 
 class Stream:
@@ -104,13 +105,13 @@ class Gathered:
 
     def __init__(self, part: Tensor, whole: Tensor, bridge: Bridge, reason: str) -> None:
         self.part, self.bridge, self.reason = part.detach(), bridge, f"{reason}, again"
-        self.shape, self.address = tuple(whole.shape), whole.untyped_storage().data_ptr()
+        self.shape, self.address = tuple(whole.shape), memory_of(whole)
         self.wanted = 0
         self.again: Tensor | None = None
 
     def pack(self, x: Tensor) -> Tensor | Piece:
         """What autograd keeps in place of x."""
-        if x.untyped_storage().data_ptr() != self.address:
+        if memory_of(x) != self.address:
             return x
         self.wanted += 1
         return Piece(x.shape, x.stride(), int(x.storage_offset()))

@@ -50,13 +50,14 @@ def cut(model: nn.Module, rules: Rules, mesh: Mesh, group: Group, *, gathers_aga
         _localise(name, model.get_submodule(name), attributes, group.size)
     vocab = None
     seen: set[int] = set()
+    kept = {name: first for first, names in _names(model).items() for name in names}
     for name, module in model.named_modules(remove_duplicate=False):
         rule = rules.modules.get(name)
         if rule is None or id(module) in seen:
             continue
         seen.add(id(module))
         weight = f"{name}.weight"
-        whole = next((places[kept].shape for kept, names in _names(model).items() if weight in names), ())
+        whole = places[kept[weight]].shape if weight in kept else ()
         around = Around(name, module, rule, stream, bridge, whole)
         around.hook()
         if rule.leaves == "head":
