@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from stretto.comm.machine import Machine, Unavailable
 from stretto.comm.messages import Handle, Messages
 from stretto.comm.nodes import PATIENCE, Nodes, address_towards, interface_of, within
 from stretto.errors import JobError, PeerLost
+
+#: (ranks of a group, my value, reason) -> everybody's values, in the order of ranks.
+Answers = Callable[[Sequence[int], Any, str], list[Any]]
 
 
 class Pending(Protocol):
@@ -77,7 +80,7 @@ class World:
 
     store: names and values that all of them see. made_group, made_transport: whether torch's process group and the transport are
     this world's own to end. why: what kept the transport from being a better one. nodes: where all ranks are, of a job on several
-    machines.
+    machines. answers: what all members of a group say where nobody is there to be asked (comm/fake.py).
     """
 
     rank: int
@@ -90,6 +93,7 @@ class World:
     made_transport: bool = False
     why: str = ""
     nodes: Nodes | None = None
+    answers: Answers | None = None
 
     @staticmethod
     def alone(device: str = "auto") -> World:

@@ -77,7 +77,7 @@ def _aside(weight: Any, x: Tensor) -> bool:
     return bool(
         not isinstance(weight, nn.Parameter)
         or weight._backward_hooks
-        or torch.is_autocast_enabled(x.device.type)
+        or (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
         or (x.is_floating_point() and x.dtype != weight.dtype)
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
