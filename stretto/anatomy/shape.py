@@ -111,6 +111,8 @@ DECODERS: Mapping[str, DecoderShape] = MappingProxyType(
             hidden=768, blocks=12, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=50257, positions=1024,
             position="learned", norm="layer", mlp="gelu", bias=True, tied=True,
         ),
+        # of Llama 2 7B
+        "6.7b": DecoderShape(hidden=4096, blocks=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000),
         "llama3-8b": DecoderShape(
             hidden=4096, blocks=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, rope_theta=500_000.0
         ),
