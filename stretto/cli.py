@@ -19,9 +19,10 @@ from stretto.verbs.export import EXPORT
 from stretto.verbs.listing import JOBS, KEYS
 from stretto.verbs.measure import MEASURE
 from stretto.verbs.plan import PLAN
+from stretto.verbs.rehearse import REHEARSE
 from stretto.verbs.saved import CONVERT, INSPECT
 from stretto.verbs.train import TRAIN
-from stretto.verbs.words import LATER, Verb, anything, load
+from stretto.verbs.words import LATER, Verb, load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,7 +181,7 @@ VERBS: Mapping[str, Verb] = {
     "train": TRAIN,
     "check": CHECK,
     "plan": PLAN,
-    "rehearse": Verb("the real step on fake tensors, at any number of ranks", "stretto rehearse llama3-8b mesh='dp=64'", anything, None),
+    "rehearse": REHEARSE,
     "compare": COMPARE,
     "measure": MEASURE,
     "convert": CONVERT,

@@ -1,0 +1,118 @@
+"""The wings agree: what a step sends and holds, and what rehearsal and prediction say of it, are the same.
+
+The truth is a real step: ranks as threads, real tensors, real messages. Its ledger is what it issued, its bytes are counted from
+storages that operators made and that are still held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stretto.comm.threads import run_threads
+from stretto.comm.transport import Transport, World
+from stretto.engine.engine import Engine
+from stretto.engine.look import held_tensors
+from stretto.engine.rehearse import rehearse
+from stretto.job import Job
+from stretto.layout.mesh import Mesh
+from stretto.models import library
+from stretto.parallel.memory import KINDS, Storages
+
+SIZES = {"blocks": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 40}
+#: Meshes and ways to cut. Each row has something that no other has.
+JOBS: Mapping[str, dict[str, Any]] = {
+    "one rank": {"mesh": "dp=1"},
+    "microbatches": {"mesh": "dp=2", "batch.micro_size": 1},
+    "zero 0": {"mesh": "dp=2", "zero": 0, "batch.micro_size": 2},
+    "zero 1, 16 bits": {"mesh": "dp=3", "zero": 1, "precision": "bf16", "batch.micro_size": 2},
+    "zero 2": {"mesh": "dp=2", "zero": 2, "batch.micro_size": 2},
+    "zero 2, reduced at the end": {"mesh": "dp=2", "zero": {"stage": 2, "gradients": "end"}, "batch.micro_size": 2},
+    "zero 3": {"mesh": "dp=2", "zero": 3, "precision": "bf16", "batch.micro_size": 2},
+    "zero 3, kept for the step": {"mesh": "dp=2", "zero": {"stage": 3, "params": "step"}, "batch.micro_size": 2},
+    "hybrid": {"mesh": "dp_replicate=2 dp=2", "zero": 3, "batch.micro_size": 3},
+    "tensor": {"mesh": "tp=2", "recompute": "full"},
+    "tensor, uneven": {"mesh": "tp=4", "model.vocab": 41, "model.ffn": 97, "recompute": "selective", "precision": "bf16"},
+    "tensor, whole stream": {"mesh": "tp=2", "tensor.sequence": False, "batch.micro_size": 4},
+    "pipeline": {"mesh": "pp=2", "recompute": "selective", "batch.micro_size": 2},
+    "pipeline, many microbatches": {"mesh": "pp=2", "batch.size": 24, "batch.micro_size": 1, "batch.seq_len": 8},
+    "interleaved": {"mesh": "dp=2 pp=2", "zero": 2, "pipeline": "interleaved", "precision": "bf16", "batch.micro_size": 1},
+    "zero bubble": {"mesh": "pp=2 tp=2", "zero": 3, "pipeline": "zb-h1", "precision": "bf16", "batch.micro_size": 1},
+    "everything": {"mesh": "pp=2 dp=2 tp=2", "zero": 3, "recompute": "full", "precision": "bf16", "batch.micro_size": 2},
+    "another model": {"model": "gpt2-small", "model.positions": 32, "mesh": "dp=2 tp=2", "zero": 1, "model.kv_heads": 4},
+}
+
+
+def job(name: str) -> Job:
+    sizes = {f"model.{key}": value for key, value in SIZES.items()}
+    asked = Job.load("tiny", **{**sizes, "batch.size": 12, "batch.seq_len": 32, **JOBS[name]})
+    ranks = Mesh.parse(asked.mesh).size
+    return asked.resolve(ranks, "cpu", ranks)
+
+
+@dataclass(frozen=True)
+class Step:
+    ledger: dict[Any, int]
+    held: dict[str, int]
+    peak: int
+    bytes_: dict[str, int]
+
+
+class Unseen:
+    """A transport whose own copies are nobody's business: threads hand over clones, which no other transport makes."""
+
+    def __init__(self, over: Transport) -> None:
+        self.over, self.name, self.own, self.common, self.close = over, over.name, over.own, over.common, over.close
+
+    def __getattr__(self, name: str) -> Any:
+        def unseen(*args: Any, **more: Any) -> Any:
+            with _disable_current_modes():
+                return getattr(self.over, name)(*args, **more)
+
+        return unseen
+
+
+def steps(asked: Job) -> list[Step]:
+    """The second real step, of each rank."""
+    length = asked.batch.size * asked.batch.seq_len
+    ids = (torch.arange(length) * 7 % asked.model.sizes()["vocab"]).view(asked.batch.size, -1)
+
+    def rank(world: World) -> Step:
+        world = replace(world, transport=Unseen(world.transport))
+        storages = Storages(torch.device("cpu"))
+        with storages:
+            engine = Engine(library.load(asked.model.name, overrides=asked.model.sizes()), asked, world)
+            engine.step({"input_ids": ids, "shift_labels": ids})
+            storages.name(held_tensors(engine.parallel, engine.optimizer))
+            fullest: list[tuple[int, dict[str, int]]] = []
+
+            def turn(step: int, action: str) -> None:
+                fullest.append((storages.peak, storages.at_peak))
+                storages.begin()
+
+            engine.watch = turn
+            report = engine.step({"input_ids": ids, "shift_labels": ids})
+            fullest.append((storages.peak, storages.at_peak))
+        peak, bytes_ = max(fullest[1:])
+        return Step(dict(report.ledger.times), engine.bytes_held(), peak, bytes_)
+
+    return run_threads(rank, Mesh.parse(asked.mesh).size)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_rehearsal_sends_and_holds_what_a_real_step_does(name: str) -> None:
+    """Call for call, and byte for byte at the fullest moment."""
+    asked = job(name)
+    every = steps(asked)
+    for rank in sorted({0, len(every) // 2, len(every) - 1}):
+        real, found = every[rank], rehearse(asked, rank)
+        assert dict(found.ledger.times) == real.ledger
+        assert dict(found.held) == real.held
+        assert found.bytes_ == {kind: real.bytes_.get(kind, 0) for kind in KINDS}
+        assert found.peak == real.peak
+        assert sum(found.bytes_.values()) == found.peak
