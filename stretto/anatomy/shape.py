@@ -111,8 +111,6 @@ DECODERS: Mapping[str, DecoderShape] = MappingProxyType(
             hidden=768, blocks=12, heads=12, kv_heads=12, head_dim=64, ffn=3072, vocab=50257, positions=1024,
             position="learned", norm="layer", mlp="gelu", bias=True, tied=True,
         ),
-        # of Llama 2 7B
-        "6.7b": DecoderShape(hidden=4096, blocks=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000),
         "llama3-8b": DecoderShape(
             hidden=4096, blocks=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, rope_theta=500_000.0
         ),
@@ -122,6 +120,8 @@ DECODERS: Mapping[str, DecoderShape] = MappingProxyType(
         "llama3-405b": DecoderShape(
             hidden=16384, blocks=126, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256, rope_theta=500_000.0
         ),
+        # of Llama 2 7B
+        "6.7b": DecoderShape(hidden=4096, blocks=32, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000),
         "mixtral-8x7b": DecoderShape(
             hidden=4096, blocks=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, rope_theta=1_000_000.0,
             experts=8, chosen=2, expert_ffn=14336,
