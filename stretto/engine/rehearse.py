@@ -96,7 +96,7 @@ def load(job: Job) -> library.Loaded:
     else:
         with META:
             loaded = library.load(keys.name, weights=weights, seed=job.seed, overrides=keys.sizes())
-    return replace(loaded, initial=lambda model, name, out, start, seed: None)
+    return replace(loaded, initial=lambda model, name, out, start, seed: None, stored=None)
 
 
 def rehearsing_engine(loaded: library.Loaded, job: Job, rank: int) -> Engine:
@@ -114,7 +114,7 @@ def rehearsing_engine(loaded: library.Loaded, job: Job, rank: int) -> Engine:
 
     def told(stage: int, batch: Batch) -> Like:
         """All stages hand on one shape: what the blocks take and give."""
-        whole = (*batch[engine.stage_plan.replaced].shape, _hidden(loaded.model))
+        whole = (*batch["input_ids"].shape, _hidden(loaded.model))
         stream = engine.tensors.stream
         return Like(stream.bridge.part(whole, "tokens") if stream.cut else whole, engine.precision.compute)
 
