@@ -74,7 +74,8 @@ def _numbers(ran: Sequence[Row], apart: float) -> Iterator[str]:
     parting = [row for row in ran if row.apart_at is not None]
     if len(ran) > 1 and not parting:
         most = max(row.apart_by or 0.0 for row in ran)
-        yield f"All of them train the same: their losses differ by {most:.1e} at most, and {apart:g} would be rounding."
+        by = f"differ by {most:.1e} at most, and {apart:g} would be rounding" if most else "are equal to the last bit"
+        yield f"All of them train the same: their losses {by}."
     for row in parting:
         off = f"parts from {ran[0].runner}'s at step {row.apart_at} (by {row.apart_by:.1e} at most)"
         yield f"{row.runner} trains something else: its loss {off}."

@@ -71,6 +71,13 @@ def test_the_verdict_praises_nobody_whose_numbers_are_wrong_and_names_who_could_
     assert list(verdict([], "dp=1", 5e-5, timed=20)) == ["None of the runners trained this job; the reasons stand above."]
 
 
+def test_losses_that_are_equal_are_called_so() -> None:
+    ours, peer, *_ = rows()
+    same = "All of them train the same: their losses "
+    assert f"{same}are equal to the last bit." in list(verdict([ours, ours], "dp=1", 5e-5, timed=9))
+    assert f"{same}differ by 1.0e-05 at most, and 5e-05 would be rounding." in list(verdict([ours, peer], "dp=1", 5e-5, timed=9))
+
+
 def test_few_timed_steps_are_called_rough() -> None:
     rough = "Only 3 steps a round were timed, so speeds are rough; write --until 20, or a job of more steps."
     assert rough in list(verdict(rows(), "dp=1", 5e-5, timed=3)) and rough not in list(verdict(rows(), "dp=1", 5e-5, timed=5))
