@@ -1,7 +1,8 @@
 """Operators without values: torch's meta device, counted, and taken for the device that it stands for.
 
-[Note: what is read] Now and then a step reads a number: the vote's sums, a count. Every number reads as 1, no condition holds, and
-so the step is one that commits. Nothing else of it is decided by values.
+[Note: what is read] Now and then a step reads a number: the vote's sums, a count. Every number reads as 1, what asks whether all of
+something is so is told yes, and any other condition no: the step is one that commits, of rows without padding. Nothing else of it is
+decided by values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class Unreal(Storages):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.ways: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {torch.ops.aten._local_scalar_dense.default: _read}
+        aten = torch.ops.aten
+        self.ways: dict[Any, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]] = {
+            aten._local_scalar_dense.default: self._read,
+            **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), self._all),
+        }
+        self.holds: set[int] = set()  # memory of conditions that hold
         self.made: dict[Any, tuple[bool, list[Made | None]]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -50,6 +56,21 @@ class Unreal(Storages):
             return self._make
         in_place = torch.Tag.inplace_view not in func.tags and len(changes) == 1 and changes[0].is_write and len(schema.returns) == 1
         return _same if in_place and schema.arguments[0].alias_info is not None and func not in RESIZING else _call
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        (x,) = args
+        if not x.is_meta:
+            return func(x)
+        return memory_of(x) in self.holds if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+
+    def _all(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self.holds.add(memory_of(out))
+        return out
+
+    def _gone(self, key: int, _: object) -> None:
+        self.holds.discard(key)
+        super()._gone(key, _)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         key = (func, *map(_like, args), *((name, _like(value)) for name, value in kwargs.items()))
@@ -74,13 +95,6 @@ class Unreal(Storages):
 
 #: What may change the size of what it is given.
 RESIZING = frozenset((torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Tensor))
-
-
-def _read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if not args[0].is_meta:
-        return func(*args)
-    kind = args[0].dtype
-    return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
 
 
 def _same(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -176,4 +190,5 @@ def unreal(device: str) -> Iterator[None]:
             (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),  # the fused update knows this device's shapes
         ):
             patches.enter_context(mock.patch.object(where, name, what))
+        patches.enter_context(mock.patch("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True))
         yield

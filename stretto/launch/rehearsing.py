@@ -103,12 +103,13 @@ def table(findings: Findings, name: str) -> str:
     lines.append(_row("  in action", [found["fullest"] for found in each]))
     lines.append(_row("microbatches", [str(found["microbatches"]) for found in each]))
     lines.append(_row("  run, the rest being alike", [str(found["rehearsed"]) for found in each]))
-    lines += ["", _row("sent in a step", [bytes_(found["sent_bytes"]) for found in each])]
-    calls = [_calls(found["ledger"]) for found in each]
+    lines += ["", _row("bytes sent in a step", [bytes_(found["sent_bytes"]) for found in each])]
+    calls = [_calls(found["ledger"], Mesh.parse(findings["mesh"])) for found in each]
+    lines.append("calls, and bytes of their buffers")
     for key in dict.fromkeys(key for found in calls for key in found):
         cells = [f"{found[key][0]} x, {bytes_(found[key][1])}" if key in found else "-" for found in calls]
         lines.append(_row(f"  {key}", cells))
-    lines += ["", f"rehearsed in {findings['seconds']:.1f} s; --json lists every call, --rank N rehearses another rank"]
+    lines += ["", "--json lists every call; --rank N rehearses another rank"]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -116,12 +117,13 @@ def _row(title: str, cells: Sequence[str]) -> str:
     return f"{title:<34}" + "".join(f"{cell:>20}" for cell in cells)
 
 
-def _calls(ledger: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
-    """Collective and axes -> calls, and bytes of their buffers."""
+def _calls(ledger: Sequence[Mapping[str, Any]], mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """Collective and axes (those of more than one rank) -> calls, and bytes of their buffers."""
     found: dict[str, tuple[int, int]] = {}
     for entry in ledger:
         whole = len(entry["axes"]) == len(AXES)
-        key = f"{entry['collective']} over {'all ranks' if whole else ' '.join(entry['axes'])}"
+        axes = [axis for axis in entry["axes"] if mesh[axis] > 1] or entry["axes"][:1]
+        key = f"{entry['collective']} over {'all ranks' if whole else ' '.join(axes)}"
         calls, size = found.get(key, (0, 0))
         found[key] = calls + entry["calls"], size + entry["bytes"]
     return found

@@ -103,15 +103,15 @@ class Storages(TorchDispatchMode):
         self._note()
 
     def name(self, kinds: Mapping[str, Iterable[Tensor]]) -> None:
-        """Say what is held for what. What was named before and is not now, or was an activation, is working memory."""
+        """Say what is held for what, seen before or not. All else is working memory from now on."""
         for key in list(self._kind):
             self._move(key, "working")
         self._new.clear()
         for kind, tensors in kinds.items():
             self.bytes_.setdefault(kind, 0)
             for x in tensors:
-                if memory_of(x) in self._kind:
-                    self._move(memory_of(x), kind)
+                self._see(x)  # it may have been made before
+                self._move(memory_of(x), kind)
         self._note()
 
     def _move(self, key: int, kind: str) -> None:

@@ -79,8 +79,6 @@ def fill_parts(fill: Fill, places: Mapping[str, Place], mesh: Mesh, rank: int) -
 
     def part(name: str, start: int, out: Tensor) -> None:
         place = places.get(name)
-        if out.is_meta:
-            return  # no memory, no values
         if place is None or not place.axis:
             fill(name, start, out)
             return

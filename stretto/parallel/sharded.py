@@ -147,6 +147,8 @@ class ShardedGroup:
         else:
             self.master = held[self.update_low - base : self.update_high - base] if self.trainable else held.new_empty(0)
         fills = (base, base + held.numel()) if shared is None else (self.low, self.high)
+        if held.is_meta:
+            fills = base, base  # without memory there are no values
         for slot, first, last in self.plan.pieces(*fills):
             for start in range(first, last, FILL_ELEMENTS):
                 stop = min(start + FILL_ELEMENTS, last)
