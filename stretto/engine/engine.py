@@ -325,6 +325,7 @@ class Engine:
         self.now.sums[3] = self._squared_norm()
         self.now.sums[4] = float(self.asked_to_stop())
         self.everybody.all_reduce(self.now.sums, reason="vote", lane="vote").wait()
+        self.now.timeline.arrived()
         self.now.loss_sum, self.now.count, self.now.rows, squares, stops = self.now.sums.tolist()
         self.stopping = stops > 0
         after = self._after()

@@ -50,6 +50,7 @@ class Passes:
         stage, key, now = self.stages[action.stage], _key(action), self.engine.now
         microbatch = self._rows(action)
         given = None if microbatch is None or stage.first else self._input(key)
+        now.timeline.arrived()
         stage.walk.begin_forward()
         output: Tensor | None = None
         if microbatch is not None:
@@ -85,6 +86,7 @@ class Passes:
         multiplier = self.engine.multiplier()  # on a rank without rows too: every rank's update makes up for the same number
         between = now.flow.between.pop(key, None)
         gradient = None if between is None or stage.last else self._gradient(key)
+        now.timeline.arrived()
         stage.walk.begin_backward(now.lasts[action.stage] == action, between.straight if between else None, split)
         if between is not None and between.output.requires_grad:
             if stage.last:

@@ -28,14 +28,19 @@ class Timeline:
     rank: int = 0
     spans: list[Span] = field(default_factory=list)
     now: Callable[[], float] = time.perf_counter
+    _start: float = field(default=0.0, init=False)
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        start = self.now()
+        self._start = self.now()
         try:
             yield
         finally:
-            self.spans.append(Span(self.rank, action, start, self.now()))
+            self.spans.append(Span(self.rank, action, self._start, self.now()))
+
+    def arrived(self) -> None:
+        """What the action under way has waited for is there: it begins now. Waiting is idle time, not the action's."""
+        self._start = self.now()
 
     @property
     def seconds(self) -> float:

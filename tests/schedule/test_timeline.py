@@ -47,6 +47,14 @@ def test_a_span_is_measured_by_the_given_clock_even_if_the_action_fails() -> Non
     assert (timeline.busy(3), timeline.busy(0)) == (1.0, 0.0)
 
 
+def test_what_an_action_waits_for_is_not_its_own_time() -> None:
+    ticks = count(10.0, 0.5)
+    timeline = Timeline(rank=1, now=lambda: next(ticks))
+    with timeline.span(Action("F", 1, 0)):
+        timeline.arrived()
+    assert timeline.spans == [Span(1, Action("F", 1, 0), 10.5, 11.0)]
+
+
 def test_an_empty_timeline_takes_no_time() -> None:
     assert (Timeline().seconds, Timeline().busy(0)) == (0.0, 0.0)
     assert json.loads(chrome_trace({}))["traceEvents"] == json.loads(chrome_trace({3: Timeline()}))["traceEvents"] == []
