@@ -47,6 +47,8 @@ class Split:
 
     def __str__(self) -> str:
         """As 'embed to layers.3 | layers.4 to head (work 46% 54%, 1.08 of an even split)'."""
+        if not self.items:
+            return "all in one stage"
         loads = self.loads()
         shares = " ".join(f"{load / (sum(loads) or 1):.0%}" for load in loads)
         stages = " | ".join(_range([item.name for item in self.parts(stage)]) for stage in range(self.stages))

@@ -156,10 +156,15 @@ def test_every_block_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.svg")), ids=lambda picture: picture.stem)
 def test_a_picture_is_the_one_that_stretto_draws_now(picture: Path, tmp_path: Path) -> None:
-    """Its name says which: collective, algorithm, ranks, and nodes where it has any."""
-    said = re.fullmatch(r"([a-z_]+)-([a-z-]+)-(\d+)(?:-nodes-(\d+))?", picture.stem)
-    assert said, "a picture is named by what it shows"
-    words = ["--collective", said[1], "--algorithm", said[2], "--ranks", said[3], *(["--nodes", said[4]] if said[4] else [])]
-    assert main(["draw", "collective", *words, "--out", str(tmp_path / "now.svg")]) == 0
+    """Its name says which: collective, algorithm, ranks, and nodes where it has any; or a schedule with ranks and microbatches."""
+    said = re.fullmatch(r"schedule-([a-z0-9-]+)-(\d+)-(\d+)", picture.stem)
+    if said:
+        words = ["schedule", "tiny", f"pipeline={said[1]}", f"mesh=pp={said[2]}", f"batch.size={said[3]}", "batch.micro_size=1"]
+    else:
+        said = re.fullmatch(r"([a-z_]+)-([a-z-]+)-(\d+)(?:-nodes-(\d+))?", picture.stem)
+        assert said, "a picture is named by what it shows"
+        words = ["collective", "--collective", said[1], "--algorithm", said[2], "--ranks", said[3]]
+        words += ["--nodes", said[4]] if said[4] else []
+    assert main(["draw", *words, "--out", str(tmp_path / "now.svg")]) == 0
     assert (tmp_path / "now.svg").read_text(encoding="utf-8") == picture.read_text(encoding="utf-8")
     assert any(f"pictures/{picture.name})" in page.read_text(encoding="utf-8") for page in PAGES), "no page shows it"

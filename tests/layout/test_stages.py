@@ -83,3 +83,7 @@ def test_a_split_by_hand_is_taken_and_shown():
 def test_a_split_by_hand_that_is_none_is_refused(by_hand, says):
     with pytest.raises(JobError, match=says):
         split_model(model([1, 1, 1, 1]), range(3), by_hand)
+
+
+def test_a_model_that_is_not_cut_says_so():
+    assert str(Split((), (0, 0), (0,))) == "all in one stage"
