@@ -1,21 +1,21 @@
 """Checkpoint folders of DeepSpeed's ZeRO, stages 1 to 3, read as they are. (Layout: its own script zero_to_fp32 reads the same files.)
 
 Each rank of N has a file of flat fp32 partitions and moments; rank 0's file of the module tells names, shapes and buffers. At stages 1 and
-2 the parameters of a group follow each other in one flat tensor, of which rank r has the r-th part; a list in each rank's file says where
-which parameter begins (with round_robin_gradients not in the order of the model). At stage 3 each parameter is cut by itself in N parts of
-ceil(n / N) elements, and a rank's parts follow each other. The files are pickles: nothing that they name is run. Tensor and pipeline
-parallel folders, experts and compressed optimizers are refused.
+2 the parameters of a group follow each other in one flat tensor, of which rank r has the r-th part; what stands in the partitions is held
+against the module's own values. At stage 3 each parameter is cut by itself in N parts of ceil(n / N) elements, and a rank's parts follow
+each other. The files are pickles: nothing that they name is run. Tensor and pipeline parallel folders and experts are refused.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from stretto.checkpoint.load import whole
 from stretto.checkpoint.manifest import ITEMSIZE, Entry, Manifest, Scalar, Stored
 from stretto.checkpoint.store import CHUNK, Store, fill
 from stretto.checkpoint.torchfile import Kept, Named, Record, read_archive
@@ -27,6 +27,8 @@ MODULE, MODULE_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_mode
 MARKERS = (MODULE, MODULE_3)
 #: The file, beside such folders, that names the newest.
 LATEST = "latest"
+#: How far a value may be from itself in bfloat16.
+ROUNDING = 2**-7
 #: Beginnings of the names of optimizer files.
 PREFIXES = ("", "bf16_", "fp16_")
 
@@ -80,14 +82,15 @@ def read_deepspeed(store: Store, folder: str) -> Manifest:
         for file, found in ranks
     ]
     kinds = {key for state in states[0] for key, value in state.items() if isinstance(value, Kept) and value.shape}
-    aliases = _aliases(module.get("shared_params") or {}, known)
+    shared = module.get("shared_params") or {}
+    aliases = _aliases(shared, known)
     tensors: dict[str, Entry] = {}
     for name, shape in known.items():
         tensors[f"model/{name}"] = _entry(name, shape, pieces[name], values, aliases.get(name, ()))
     for key in sorted(kinds):
         flats = [Flat(tuple((file, state[key]) for state in of_rank)) for (file, _), of_rank in zip(ranks, states, strict=True)]
         tensors |= {f"optimizer/{name}/{key}": _entry(name, shape, pieces[name], flats) for name, shape in known.items()}
-    tensors |= _module_tensors(store, folder, first, module, len(ranks) if stage == 3 else 1)
+    tensors |= _module_tensors(store, folder, first, module, {*known, *shared}, len(ranks) if stage == 3 else 1)
     step = _step(ranks[0][1], states[0], module)
     scalars = {f"optimizer/{name}/step": Scalar("F32", float(step)) for name in known} if kinds else {}
     files = {stored.file: store.size(f"{folder}/{stored.file}") for entry in tensors.values() for stored in entry.stored}
@@ -102,7 +105,19 @@ def read_deepspeed(store: Store, folder: str) -> Manifest:
     for (file, _), of_rank in zip(ranks, states, strict=True):
         for record in {value.record for group in of_rank for value in group.values() if isinstance(value, Kept)}:
             _verify(store, folder, file, record)
+    if stage < 3:
+        for name in known:
+            _check_like_module(store, folder, manifest, name, _entry_of(first, module["module"].get(name)))
     return manifest
+
+
+def _check_like_module(store: Store, folder: str, manifest: Manifest, name: str, other: Entry | None) -> None:
+    """The partitions' values of a parameter are, rounded, those of the module: else they lie otherwise than is understood here."""
+    if other is None:
+        return
+    held = whole(store, folder, replace(manifest, tensors={name: other}), name).float()
+    if held.numel() and not torch.allclose(whole(store, folder, manifest, f"model/{name}"), held, rtol=ROUNDING, atol=1e-6):
+        raise JobError(f"{store.path(folder)}: the partitions' values of {name} are not those of the module: their order is not understood")
 
 
 def _ranks(store: Store, folder: str) -> list[tuple[str, dict[str, Any]]]:
@@ -133,16 +148,10 @@ def _cut_flat(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Mapping[str
     """Stages 1 and 2: where the pieces of each parameter lie."""
     pieces: dict[str, list[Piece]] = {name: [] for group in shapes for name in group}
     sizes = [[torch.Size(kept.shape).numel() for kept in found["single_partition_of_fp32_groups"]] for found in ranks]
-    told = [found.get("param_slice_mappings") for found in ranks]
     for number, group in enumerate(shapes):
         at = 0
         for rank, of_rank in enumerate(sizes):
-            before, mapping = sum(of_rank[:number]), told[rank]
-            if mapping is not None:
-                for name, address in mapping[number].items():
-                    pieces[name].append(Piece(rank, before + address.start, address.numel))
-                continue
-            begins = 0
+            before, begins = sum(of_rank[:number]), 0
             for name, shape in group.items():
                 size = torch.Size(shape).numel()
                 low, high = max(begins, at), min(begins + size, at + of_rank[number])
@@ -180,6 +189,13 @@ def _entry(name: str, shape: Shape, pieces: Sequence[Piece], flats: Sequence[Fla
     return Entry(shape, dtype, tuple(stored), aliases)
 
 
+def _entry_of(file: str, kept: Any) -> Entry | None:
+    """A tensor that lies whole in one file."""
+    if not isinstance(kept, Kept):
+        return None
+    return _entry(file, kept.shape, [Piece(0, 0, torch.Size(kept.shape).numel())], [Flat(((file, kept),))])
+
+
 def _states(found: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
     """The state of each flat tensor of a rank, in their order."""
     saved = found["optimizer_state_dict"] if stage == 3 else found.get("base_optimizer_state")
@@ -202,16 +218,21 @@ def _step(found: Mapping[str, Any], states: Sequence[Mapping[str, Any]], module:
     return (_number(module.get("global_steps")) or 0) - (_number(module.get("skipped_steps")) or 0)
 
 
-def _module_tensors(store: Store, folder: str, first: str, module: Mapping[str, Any], ranks: int) -> dict[str, Entry]:
+def _module_tensors(store: Store, folder: str, first: str, module: Mapping[str, Any], known: Iterable[str], ranks: int) -> dict[str, Entry]:
     """Buffers, from rank 0, and frozen parameters: whole, or (stage 3) a part in each rank's file."""
     found: dict[str, Entry] = {}
     for name in module.get("buffer_names") or ():
-        kept = module["module"].get(name)
-        if isinstance(kept, Kept):
-            found[f"buffer/{name}"] = _entry(name, kept.shape, [Piece(0, 0, torch.Size(kept.shape).numel())], [Flat(((first, kept),))])
-            _verify(store, folder, first, kept.record)
+        if entry := _entry_of(first, module["module"].get(name)):
+            found[f"buffer/{name}"] = entry
     frozen: Mapping[str, Shape] = module.get("frozen_param_shapes") or {}
-    if not frozen:
+    if ranks == 1:  # some of its optimizers list no frozen parameters, and the module has them all
+        for name, kept in module["module"].items():
+            entry = _entry_of(first, kept)
+            if entry and name not in known and f"buffer/{name}" not in found:
+                found[f"model/{name}"] = replace(entry, trainable=False)
+    for name in (*found,):
+        _verify(store, folder, first, module["module"][name.partition("/")[2]].record)
+    if not frozen or ranks == 1:
         return found
     files = [first, *(first.replace("rank_0_", f"rank_{rank}_", 1) for rank in range(1, ranks))]
     fragments = [

@@ -203,8 +203,10 @@ _KNOWN: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor,
         ("torch._utils", "_rebuild_parameter"): lambda tensor, *others: tensor,
+        ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *others: tensor,
+        ("torch._tensor", "_rebuild_from_type_v2"): lambda make, kind, args, state: make(*args),  # with attributes, or of a subclass
         ("torch", "Size"): tuple,
-        ("collections", "OrderedDict"): dict,
+        ("collections", "OrderedDict"): collections.OrderedDict,  # a state_dict has an attribute, which a dict cannot
         ("collections", "defaultdict"): lambda *args: collections.defaultdict(),
         ("builtins", "set"): set,
         ("argparse", "Namespace"): argparse.Namespace,

@@ -50,10 +50,13 @@ def test_a_tensor_of_any_dtype_is_found_where_it_lies_with_its_checksum(dtype, t
 
 def test_what_is_saved_comes_back_with_tensors_parameters_and_views(tmp_path):
     base = torch.randn(10, 3)
+    with_attribute, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(3))
+    with_attribute.of = parameter.of = "x"
     content = {
-        "a": [base, base[2:4], torch.nn.Parameter(torch.ones(2)), torch.tensor(3.0), torch.zeros(0, 4)],
+        "a": [base, base[2:4], torch.nn.Parameter(torch.ones(2)), torch.tensor(3.0), torch.zeros(0, 4), with_attribute, parameter],
         "b": OrderedDict(n=1, s="x", none=None, t=(1, 2.5, True)),
         "size": torch.Size([3, 4]),
+        "module": torch.nn.Linear(2, 1).state_dict(),  # an OrderedDict with an attribute of torch's
         "args": Namespace(layers=2, dtype=torch.bfloat16),
     }
     torch.save(content, tmp_path / "x")
@@ -61,7 +64,8 @@ def test_what_is_saved_comes_back_with_tensors_parameters_and_views(tmp_path):
     for kept, tensor in zip(found["a"], content["a"], strict=True):
         back, holds = values(tmp_path / "x", kept)
         assert torch.equal(back, tensor.detach()) and holds
-    assert [kept.whole for kept in found["a"]] == [True, False, True, True, True]
+    assert [kept.whole for kept in found["a"]] == [True, False, True, True, True, True, True]
+    assert found["module"].keys() == content["module"].keys()
     assert found["b"] == dict(content["b"]) and found["size"] == (3, 4) and found["args"] == content["args"]
 
 
