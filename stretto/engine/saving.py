@@ -12,10 +12,11 @@ from torch import nn
 
 from stretto.checkpoint.kinds import FACT, manifest_at
 from stretto.checkpoint.load import fetch, prints
-from stretto.checkpoint.manifest import Manifest
+from stretto.checkpoint.manifest import Manifest, Scalar
 from stretto.checkpoint.meeting import Meeting
 from stretto.checkpoint.names import compare, suited
 from stretto.checkpoint.parts import HostCopy, Part
+from stretto.checkpoint.peers import Peers
 from stretto.checkpoint.save import Content, Save
 from stretto.checkpoint.store import Store
 from stretto.engine.state import EngineState, States
@@ -33,7 +34,7 @@ PATIENCE = 8.0
 class Writing:
     """A save whose state is copied: it is being written, here or in a thread of its own. bytes_: of this rank."""
 
-    def __init__(self, work: Callable[[], None], bytes_: int, background: bool) -> None:
+    def __init__(self, work: Callable[[], object], bytes_: int, background: bool) -> None:
         self.bytes_, self.final = bytes_, not background
         self.step, self.stall, self.seconds = 0, 0.0, 0.0
         self._work = work
@@ -91,30 +92,34 @@ class Saver:
         writing goes on in a thread or, if not in the background, when all is written. then: runs on rank 0 after that."""
         self.wait()
         meeting = Meeting(self.world.store, self.world.rank, self.world.size, "engine.save")
-        job = self.engine.job
         ready, error = _tried(lambda: (self._host(self.state.parts()), self.state.scalars(self.state.states())), "engine.save")
-        content = Content(
-            self.engine.steps,
-            str(self.engine.mesh),
-            self.world.size,
-            ready[0][1] if ready else {},
-            self.state.counters(),
-            notes,
-            job.model_dump(mode="json"),
-            {"torch": torch.__version__, "time": time.time(), "own optimizer": self.engine.own_optimizer, FACT: _config(self.engine.model)},
-        )
+        content = self._content(ready[0][1] if ready else {}, notes)
         saving = Save(meeting, store, name, content)
         saving.begin(ready[0][0].written if ready else 0, PATIENCE if patience is None else patience, error)
         host = ready[0][0]
         host.take()
 
         def finish() -> None:
-            saving.finish(host, job.comm.step_timeout)
+            saving.finish(host, self.engine.job.comm.step_timeout)
             if self.world.rank == 0:
                 then()
 
         self.writing = Writing(finish, host.written, background)
         return self.writing
+
+    def keep(self, peers: Peers, notes: Mapping[str, Any] | None = None) -> Writing:
+        """Keep the state in memory, here and with a neighbour, as a checkpoint of this step. Returns when it is copied; the rest goes
+        on in a thread, and its error is told where it is waited for. All ranks call it after the same steps."""
+        content = self._content(self.state.scalars(self.state.states()), notes or {})
+        host = peers.take(content.step, self.state.parts(), pinned=self.world.device.type == "cuda")
+        return Writing(lambda: peers.keep(host, content), host.written, background=True)
+
+    def _content(self, scalars: Mapping[str, Scalar], notes: Mapping[str, Any]) -> Content:
+        """What there is to tell beside tensors."""
+        engine = self.engine
+        facts = {"torch": torch.__version__, "time": time.time(), "own optimizer": engine.own_optimizer, FACT: _config(engine.model)}
+        job = engine.job.model_dump(mode="json")
+        return Content(engine.steps, str(engine.mesh), self.world.size, scalars, self.state.counters(), notes, job, facts)
 
     def wait(self) -> None:
         """Until nothing is being written; whoever began it hears of its error."""

@@ -1,6 +1,6 @@
 """A training script with DeepSpeed: six steps, saved after the third.
 
-    torchrun ... zero.py STAGE FOLDER [KEY=VALUE of zero_optimization] [bf16]
+torchrun ... zero.py STAGE FOLDER [KEY=VALUE of zero_optimization] [bf16]
 """
 
 from __future__ import annotations
