@@ -308,6 +308,9 @@ class Checkpoint(Section):
     folder: str | None = Field(
         default=None, description="folder or fsspec URL (s3://bucket/run) that holds them (auto: checkpoints in the run folder)"
     )
+    weights: Literal["all", "trained"] = Field(
+        default="all", description="trained = leave frozen parameters out; the model that training began with has them"
+    )
     background: bool = Field(default=True, description="write while training goes on: a step waits only for a copy in memory")
     busy: Literal["wait", "skip"] = Field(
         default="wait", description="when one is due and the last is still being written: wait for it, or skip the one that is due"

@@ -50,6 +50,8 @@ Writer = Callable[[Manifest, Callable[[str], Tensor], str, Store, str], None]
 def to_huggingface(manifest: Manifest, value: Callable[[str], Tensor], path: str, there: Store, called: str) -> None:
     """The parameters and buffers, as they are; tied weights once."""
     config = manifest.facts.get(FACT)
+    if manifest.facts.get("frozen"):
+        raise JobError(f"{path} holds what was trained, and no frozen weights; load it in an engine and call save_pretrained")
     if not isinstance(config, dict):
         raise JobError(f"{path} cannot be a Hugging Face folder: {config or 'nothing says which model it is'}")
     chosen = [key for key in manifest.tensors if key.startswith(("model/", "buffer/"))]

@@ -106,6 +106,8 @@ def inspect(place: str, verify: bool = False) -> Told:
     about = {"path": store.path(name), "step": manifest.step}
     if kind == "checkpoint":
         about |= {"mesh": manifest.mesh, "ranks": manifest.ranks, "model": manifest.job.get("model", {}).get("name", "?")}
+        if manifest.facts.get("frozen"):
+            about["holds"] = f"trained tensors only; {len(manifest.facts['frozen'])} frozen ones are left out"
     elif manifest.facts.get("left"):
         about["not taken"] = ", ".join(manifest.facts["left"])
     return Told(kind, len(manifest.tensors), sum(by_kind.values()), manifest.files, {**about, "kinds": by_kind})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.peers import Peers
 from stretto.checkpoint.save import Content, Save
 from stretto.checkpoint.store import Store
+from stretto.engine.frozen import FACT as FROZEN
+from stretto.engine.frozen import check_same, fact, is_frozen, left_out
 from stretto.engine.state import EngineState, States
 from stretto.errors import JobError, RunError, StrettoError
 from stretto.models.pretrained import config_of
@@ -77,6 +80,7 @@ class Saver:
         self.state = EngineState(engine)
         self.host: HostCopy | None = None
         self.writing: Writing | None = None
+        self._fact: dict[str, list[Any]] | None = None
 
     def save(
         self,
@@ -92,11 +96,13 @@ class Saver:
         writing goes on in a thread or, if not in the background, when all is written. then: runs on rank 0 after that."""
         self.wait()
         meeting = Meeting(self.world.store, self.world.rank, self.world.size, "engine.save")
-        ready, error = _tried(lambda: (self._host(self.state.parts()), self.state.scalars(self.state.states())), "engine.save")
+        ready, error = _tried(lambda: (self._host(self._parts()), self.state.scalars(self.state.states())), "engine.save")
         content = self._content(ready[0][1] if ready else {}, notes)
         saving = Save(meeting, store, name, content)
         saving.begin(ready[0][0].written if ready else 0, PATIENCE if patience is None else patience, error)
         host = ready[0][0]
+        if self.trained_only:
+            saving.content = replace(content, facts={**content.facts, FROZEN: self._frozen()})
         host.take()
 
         def finish() -> None:
@@ -113,6 +119,23 @@ class Saver:
         content = self._content(self.state.scalars(self.state.states()), notes or {})
         host = peers.take(content.step, self.state.parts(), pinned=self.world.device.type == "cuda")
         return Writing(lambda: peers.keep(host, content), host.written, background=True)
+
+    @property
+    def trained_only(self) -> bool:
+        return self.engine.job.checkpoint.weights == "trained"
+
+    def _parts(self) -> list[Part]:
+        """What goes to a file."""
+        return [part for part in self.state.parts() if not (self.trained_only and is_frozen(part))]
+
+    def _frozen(self) -> dict[str, list[Any]]:
+        """What is said of frozen parameters that are left out; they do not change, so it is found once. Collective."""
+        if self._fact is None:
+            self._fact = fact([part for part in self.state.model_parts() if is_frozen(part)], self._join)
+        return self._fact
+
+    def _join(self, mine: Any) -> list[Any]:
+        return self.engine.everybody.objects(mine, reason="frozen")
 
     def _content(self, scalars: Mapping[str, Scalar], notes: Mapping[str, Any]) -> Content:
         """What there is to tell beside tensors."""
@@ -150,7 +173,9 @@ class Saver:
             return suited(found, path, {key: one.aliases for key, one in named.items()}, lambda key: prints(store, name, found, key))
 
         manifest = self._from_rank_0(look, f"{path} cannot be read")
-        wanted = self.state.wanted(manifest, named)
+        shapes = {key: (one.shape, one.trained or key.startswith("buffer/")) for key, one in named.items()}
+        absent = left_out(manifest, shapes)
+        wanted = {key: shape for key, shape in self.state.wanted(manifest, named).items() if key not in absent}
 
         def read() -> tuple[HostCopy, States]:
             compare(manifest, path, wanted, allow)
@@ -163,6 +188,9 @@ class Saver:
             return host, states
 
         host, states = self._agreed(read, f"{path} cannot be read")
+        if absent:
+            check_same(manifest, path, self.state.model_parts(), absent, self._join)
+        self._fact = None
         self.state.put(manifest, host, states)
         self.state.put_counters(manifest.state)
         return manifest.notes
