@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.checkpoint.shelf import Keep
-from stretto.checkpoint.store import Disk, LocalStore
+from stretto.checkpoint.convert import convert
+from stretto.checkpoint.kinds import inspect
+from stretto.checkpoint.shelf import Keep, Shelf
+from stretto.checkpoint.store import Disk, LocalStore, open_store
 from stretto.comm.threads import run_threads
 from stretto.engine import keeping
 from stretto.engine.loop import train
@@ -187,13 +189,13 @@ class Full(Disk):
     """A disk that is full while `full` is set."""
 
     def __init__(self):
-        self.full, self.gate = False, None
+        self.full, self.gate, self.error = False, None, OSError(28, "No space left on device")
 
     def write(self, file, view):
         if self.gate is not None:
             self.gate.wait(20)
         if self.full:
-            raise OSError(28, "No space left on device")
+            raise self.error
         return super().write(file, view)
 
 
@@ -227,6 +229,45 @@ def test_a_stop_that_cannot_be_saved_is_a_failure(text, place, disk):
     disk.full = True
     with pytest.raises(RunError, match="step 3 was not saved.*no space left"):
         run(text, Keep(place), stop_after=3)
+
+
+def test_a_folder_that_may_not_be_written_is_told_with_what_to_do(text, place, disk):
+    disk.full, disk.error = True, OSError(13, "Permission denied")
+    with pytest.raises(
+        RunError, match=r"step 3 was not saved: .*cannot be written \(Permission denied\); give a folder that may be written"
+    ):
+        run(text, Keep(place), stop_after=3)
+    assert os.listdir(place) == []
+
+
+def test_where_there_is_no_room_nothing_is_begun_and_the_older_checkpoint_stays(text, place, monkeypatch, whole):
+    run(text, Keep(place), stop_after=2)
+    monkeypatch.setattr(LocalStore, "free", lambda self: 1000)
+    with pytest.raises(
+        RunError, match=r"no space left for .*step-00000004: 0\.\d MB are to be written, and 0\.0 MB are free; make room, or keep"
+    ):
+        run(text, Keep(place, "yes"), stop_after=4, **{"checkpoint.keep": 1})
+    assert os.listdir(place) == ["step-00000002"]
+    monkeypatch.undo()
+    assert losses(run(text, Keep(place, "yes"))) == {step: loss for step, loss in whole.items() if step > 2}
+
+
+def test_checkpoints_may_lie_behind_a_url_and_the_run_goes_on_from_there(text, tmp_path, whole):
+    place = f"memory://{tmp_path.name}/run"
+    keys = {"checkpoint.every": 2, "checkpoint.keep": 1}
+    before = run(text, Keep(place), stop_after=5, **keys)
+    shelf = Shelf(open_store(place))
+    assert [event["path"] for event in of("saved", before)] == [f"{place}/step-0000000{n}" for n in (2, 4, 5)] and shelf.steps() == [5]
+    shelf.store.write("step-00000006/rank-00000.safetensors", [memoryview(b"of a crash")])
+    after = run(text, Keep(place, "yes"), ranks=3, zero=3, **keys)
+    assert {**losses(before), **losses(after)} == pytest.approx(whole, rel=1e-12)
+    assert shelf.steps() == [8] and shelf.store.folders() == ["step-00000008"]
+    told = inspect(place, verify=True)
+    assert told.about["path"] == f"{place}/step-00000008" and told.about["mesh"] == "dp=3"
+    made = convert(place, f"memory://{tmp_path.name}/hf")
+    assert made.kind == "huggingface" and made.bytes_ == told.about["kinds"]["model"]
+    assert convert(place, f"memory://{tmp_path.name}/dcp", "dcp").about["step"] == 8
+    shelf.store.files.rm(f"/{tmp_path.name}", recursive=True)
 
 
 @pytest.mark.parametrize(("busy", "steps"), [("skip", [1, 8]), ("wait", [1, 2, 3, 4, 5, 6, 7, 8])])
