@@ -176,8 +176,12 @@ class Model(Section):
     vocab: Count | None = Field(default=None, description="number of token ids")
     positions: Count | None = Field(default=None, description="tokens that learned positions can number")
     tied: bool | None = Field(default=None, description="whether the head is the embedding's own weight")
+    dropout: Decay | None = Field(
+        default=None, description="share dropped of the embedding and of what each block adds to the residual stream (auto: 0.0)"
+    )
+    attention_dropout: Decay | None = Field(default=None, description="share dropped of attention's probabilities (auto: 0.0)")
 
-    def sizes(self) -> dict[str, int | bool]:
+    def sizes(self) -> dict[str, int | float | bool]:
         """The shape keys that were given, by the anatomy's own names."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name not in ("name", "weights")}
         return {name: value for name, value in given.items() if value is not None}

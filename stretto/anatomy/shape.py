@@ -47,6 +47,8 @@ class DecoderShape:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     init_std: float = 0.02
+    dropout: float = 0.0  # share dropped of the embedding and of what each block adds to the residual stream
+    attention_dropout: float = 0.0  # share dropped of attention's probabilities, which are then kept, T x T of them
     head_norm: bool = False  # queries and keys are normalised a head
     experts: int = 0  # MLPs of which each token visits `chosen`; 0 = one MLP for all
     chosen: int = 0
@@ -61,6 +63,9 @@ class DecoderShape:
         for name in ("hidden", "blocks", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
             if getattr(self, name) < 1:
                 raise JobError(f"model.{name}={getattr(self, name)}: a decoder needs at least 1")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise JobError(f"model.{name}={getattr(self, name)}: a share below 1 can be dropped; write 0.1 or 0")
         if self.heads % self.kv_heads:
             fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise JobError(f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; use one of {{{fits}}}")

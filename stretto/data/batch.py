@@ -26,12 +26,14 @@ class Batch:
     """What one step (or one part of it) is computed from: values by name, as the model's forward takes them.
 
     Tensors and lists whose first dim is `rows` belong to the rows and are cut with them; everything else is passed on whole.
-    `local` says that these are one rank's own rows already, not the rows of the whole step.
+    `local` says that these are one rank's own rows already, not the rows of the whole step; `first` is the number, among the rows of
+    the whole step, of the first of these.
     """
 
     values: Mapping[str, Any]
     rows: int
     local: bool = False
+    first: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | Batch, *, local: bool = False) -> Batch:
@@ -70,7 +72,8 @@ class Batch:
 
     def cut(self, start: int, stop: int) -> Batch:
         """The rows [start, stop), as views; cut(0, 0) is the batch of a rank that has nothing to add."""
-        return Batch({name: cut_rows(value, self.rows, start, stop) for name, value in self.values.items()}, stop - start, self.local)
+        values = {name: cut_rows(value, self.rows, start, stop) for name, value in self.values.items()}
+        return Batch(values, stop - start, self.local, self.first + start)
 
     def part(self, parts: int, index: int) -> Batch:
         """This data-parallel coordinate's own rows of a global batch."""

@@ -10,6 +10,7 @@ from stretto.data.batch import Batch
 from stretto.data.order import rows_of, samples_at
 from stretto.data.source import Source
 from stretto.errors import JobError
+from stretto.layout.layout import split
 
 
 @dataclass(frozen=True)
@@ -117,5 +118,7 @@ class Feed:
         return samples_at(self.seed, positions, total) if self.shuffle else [p % total for p in positions]
 
     def _read(self, wanted: Wanted) -> Batch:
-        ids = self._ids_at(rows_of(self._positions(wanted.step), wanted.parts, wanted.index))
-        return Batch(self.source.rows(ids, wanted.step), len(ids), local=wanted.parts > 1)
+        positions = self._positions(wanted.step)
+        ids = self._ids_at(rows_of(positions, wanted.parts, wanted.index))
+        first = split(len(positions), wanted.parts, wanted.index)[0]
+        return Batch(self.source.rows(ids, wanted.step), len(ids), local=wanted.parts > 1, first=first)

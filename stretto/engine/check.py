@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from stretto.comm.crossing import Bridge
+from stretto.comm.group import Group, Ledger
 from stretto.comm.transport import World
 from stretto.data.batch import Batch, prepare_labels
 from stretto.engine import faults
 from stretto.engine.engine import Engine
 from stretto.engine.loss import call_model, next_token_loss
+from stretto.engine.passes import tokens_of, torch_streams
 from stretto.engine.plain import PlainStep, plain_steps
 from stretto.engine.values import whole
 from stretto.engine.wide import widen
 from stretto.errors import JobError
 from stretto.job import Job
+from stretto.layout.mesh import AXES, Mesh
 from stretto.models import library
+from stretto.models.dropout import Draws
 from stretto.models.stages import block_list
+from stretto.parallel.dropout import drops, name_dropout
 from stretto.parallel.precision import Precision
+from stretto.parallel.stream import Stream
 
 #: How far the mesh may be from one process, by the dtype of the computation: its rounding unit times what a sum of
 #: thousands of terms in another order makes of it. A wrong scale or a missing term is far above each.
@@ -42,7 +50,8 @@ def run(
     """Check a resolved job on this rank, and emit the findings: {"kind": "check", "ok": ..., ...}. Collective.
 
     dtype: fp64 computes everything in float64; job, as the job says. blocks: shorten the model to that many. model: a module
-    (or Task) of one's own in place of the job's. Dropout is off on both sides: this checks sums, not masks.
+    (or Task) of one's own in place of the job's. Dropout stays on where its masks have names, so that both sides drop the same; where
+    some of it has not, all is off, and the findings say of what.
     """
     if dtype == "fp64":
         job = job.with_(precision={"compute": "fp64", "master": "fp64", "reduce": "fp64"})
@@ -55,25 +64,62 @@ def run(
         if job.compile.mode == "none":
             widen(loaded.model)
     reference = whole(loaded, job.seed) if world.rank == 0 else None
-    loaded.model.eval()
+    trivial = Stream(Bridge.of(Group(world, Mesh.parse(job.mesh), (), Ledger())), False, gathers_again=False)
+    draws, dropout = Draws(job.seed), Dropout("none", False)
+    if drops(loaded.model):
+        if reference is not None and job.compile.mode == "none":
+            name_dropout(reference, draws, trivial)
+            first = _prepared(batches[0], loaded, next(reference.parameters()).dtype, torch.device("cpu"))
+            dropout = _dropout(reference, loaded, first, draws, world.transport.name == "threads")
+        everybody = Group(world, Mesh.parse(job.mesh), AXES, Ledger())
+        dropout = everybody.objects(dropout, reason="dropout")[0]
+    loaded.model.train(dropout.on)
     engine = Engine(loaded, job, world)
     if inject is not None:
         faults.inject(engine, inject)
     plain: list[PlainStep] = []
     if reference is not None:
         prepared = [_prepared(batch, loaded, precision.compute, world.device) for batch in batches]
+        forward, number = loaded.forward or call_model, itertools.count()
+
+        def dropping(model: nn.Module, batch: Batch) -> Any:
+            draws.begin(next(number), 0, tokens_of(batch))
+            return forward(model, batch)
+
         plain = list(
             plain_steps(
-                reference.to(world.device).eval(),
+                reference.to(world.device).train(dropout.on),
                 prepared,
                 job,
-                loaded.forward or call_model,
+                dropping,
                 loaded.loss or next_token_loss,
                 compute=precision.compute,
                 master=precision.master,
             )
         )
-    emit({"kind": "check", **_compare(engine, batches, plain, TOLERANCE[precision.compute])})
+    found = _compare(engine, batches, plain, TOLERANCE[precision.compute])
+    emit({"kind": "check", **found, "dropout": dropout.word})
+
+
+class Dropout(NamedTuple):
+    """What `check` does about dropout: "none" where there is none, "named" where it stays on, else why it is off."""
+
+    word: str
+    on: bool
+
+
+def _dropout(model: nn.Module, loaded: library.Loaded, batch: Batch, draws: Draws, shared_stream: bool) -> Dropout:
+    """Whether all dropout of the one-process model has names, by a forward. shared_stream: ranks are threads, whose draws cannot be
+    told apart."""
+    before = torch_streams(torch.device("cpu"))
+    draws.begin(0, 0, tokens_of(batch))
+    with torch.no_grad():
+        (loaded.forward or call_model)(model.train(), batch)
+    if draws.unnamed:
+        return Dropout(f"off: the masks of {', '.join(sorted(draws.unnamed))} have no names", False)
+    if not shared_stream and not torch.equal(torch_streams(torch.device("cpu"))[0], before[0]):
+        return Dropout("off: the model draws from torch's own random stream", False)
+    return Dropout("named", True)
 
 
 def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) -> library.Loaded:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,10 +33,12 @@ from stretto.engine.underway import Finish, Underway
 from stretto.engine.values import values_of
 from stretto.errors import JobError, NonFinite
 from stretto.job import Job
+from stretto.layout.layout import split
 from stretto.layout.mesh import AXES, Mesh
 from stretto.layout.stages import split_model
 from stretto.layout.zero import ZeroPolicy
 from stretto.models import library
+from stretto.models.dropout import Draws
 from stretto.models.stages import stage_items
 from stretto.parallel.parallelize import Cut, parallelize, sum_over_tp
 from stretto.parallel.place import Fill
@@ -86,6 +89,7 @@ class Engine:
         assert job.precision.compute and job.precision.reduce and job.precision.master
         self.precision = Precision.of(job.precision.compute, job.precision.reduce, job.precision.master)
         self.ledger = Ledger()
+        self.draws = Draws(job.seed)
         self.model = model
         plan = rules if rules is not None else library.tensor_plan(model, self.mesh["tp"])
         sequence = job.tensor.sequence
@@ -105,8 +109,8 @@ class Engine:
         keys, compiled = job.pipeline, job.compile.mode == "block"
         step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)
         items = () if step.stages == 1 else stage_items(model, job.batch.seq_len, job.recompute, stages)
-        split = split_model(items, step.rank_of, keys.split)
-        self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, split)
+        parts = split_model(items, step.rank_of, keys.split)
+        self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, parts, self.draws)
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)
         self.tensors = self.parallel.tensors
@@ -134,6 +138,8 @@ class Engine:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._served_local = False
         self.passes = Passes(self)
+        if step.stages == 1:
+            model.register_forward_pre_hook(self._own_forward, with_kwargs=True)
         self.do: dict[str, Callable[[Action], None]] = {
             **self.passes.do,
             "REDUCE": self._reduce,
@@ -187,7 +193,7 @@ class Engine:
                 raise JobError(
                     "the batch has neither labels nor shift_labels, and no loss was given; add labels, or hand loss=... to Engine"
                 )
-            mine = whole if local else whole.part(self.rows.size, self.rows.index)
+            mine = self._numbered(whole) if local else whole.part(self.rows.size, self.rows.index)
             count = self.job.microbatches if local else self.forwards(whole.rows)
             if self.counts_targets and not local:
                 self.now.expected = count_targets(whole)
@@ -196,6 +202,10 @@ class Engine:
         if local:
             self._roll_call(mine, closing=False)
         return self._ready(mine, count)
+
+    def _numbered(self, mine: Batch) -> Batch:
+        """This rank's own rows with their numbers in the step: after those of earlier ranks, if each brings as many as it is to."""
+        return replace(mine, first=mine.first or split(self.job.batch.size, self.rows.size, self.rows.index)[0])
 
     def _ready(self, mine: Batch | None, count: int) -> Schedule:
         schedule = self.schedule_of(count)
@@ -446,6 +456,18 @@ class Engine:
         if loss.requires_grad:
             loss.backward()
         walk.end_backward()
+
+    def _own_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the user's own loop begins: its rows follow those of the forwards before it."""
+        given = [x for x in (kwargs.get("input_ids"), *args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 1]
+        if self.passes.calling:
+            return
+        self.tensors.stream.forget()  # a block that ran again in backward has left it elsewhere
+        if not given:
+            return
+        first = split(self.job.batch.size, self.rows.size, self.rows.index)[0] + self.now.seen
+        self.now.seen += len(given[0])
+        self.draws.begin(self.steps, first, (given[0].shape[0], given[0].shape[1]))
 
     def update(self) -> StepReport:
         """Reduce what `backward` has gathered, clip, and update: the gradient is that of all sums / all counts. Collective."""

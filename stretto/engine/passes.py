@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stretto.data.batch import Batch
 from stretto.engine.underway import Between, Key
+from stretto.errors import RunError
 from stretto.parallel.boundary import Boundary
 from stretto.schedule.action import Action
 
@@ -30,6 +31,9 @@ class Passes:
         self.boundary = Boundary(engine.parallel.pipeline)
         self.stages = {stage.number: stage for stage in engine.parallel.stages}
         self.rank_of = engine.parallel.split.rank_of
+        #: Whether a forward of ours is under way, and not one of a loop of the user's own.
+        self.calling = False
+        self._seen: set[int] = set()
 
     @property
     def do(self) -> Mapping[str, Callable[[Action], None]]:
@@ -107,12 +111,31 @@ class Passes:
     def _call(self, stage: Stage, microbatch: Batch, given: Tensor | None) -> Any:
         """The stage's own forward. given: what the stage before made."""
         stream = self.engine.tensors.stream
+        self.engine.draws.begin(self.engine.steps, microbatch.first, tokens_of(microbatch))
+        stream.forget()  # a block that ran again in backward has left it elsewhere
         stream.cuts_logits = self.engine.cuts_logits
+        self.calling = True
         try:
-            return stage.passage.run(lambda: self.engine.forward(stage.model, microbatch), given)
+            return stage.passage.run(lambda: self._watched(stage, microbatch), given)
         finally:
+            self.calling = False
             stream.cuts_logits = False
             stream.forget()
+
+    def _watched(self, stage: Stage, microbatch: Batch) -> Any:
+        """The model's forward. Raises RunError where tp ranks would go apart: in its first, something draws from torch's own stream."""
+        alone = self.engine.tensors.group.size == 1 or self.engine.world.transport.name == "threads"  # threads share one stream
+        if alone or stage.number in self._seen or not stage.model.training:
+            return self.engine.forward(stage.model, microbatch)
+        self._seen.add(stage.number)
+        before = torch_streams(self.engine.world.device)
+        output = self.engine.forward(stage.model, microbatch)
+        if any(not torch.equal(a, b) for a, b in zip(before, torch_streams(self.engine.world.device), strict=True)):
+            raise RunError(
+                "the model's forward draws from torch's own random stream (F.dropout, say), and tp ranks would draw differently; "
+                "use nn.Dropout, whose masks stretto names, or a mesh without tp"
+            )
+        return output
 
     # -- from stage to stage ---------------------------------------------------------------------------------------
 
@@ -161,6 +184,17 @@ class Passes:
         if self._rows(action) is not None:
             output = self.engine.now.flow.between[_key(action)].output
             self.engine.now.flow.returning[_key(action)] = self.boundary.receive_backward(self.rank_of[action.stage + 1], output)
+
+
+def torch_streams(device: torch.device) -> list[Tensor]:
+    """Where torch's own random streams stand, on the CPU and on this GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def tokens_of(batch: Batch) -> tuple[int, int]:
+    """Rows, and tokens of a row (0: nobody says)."""
+    ids = batch.get("input_ids")
+    return batch.rows, ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
 
 
 def tie(engine: Engine) -> None:

@@ -54,8 +54,8 @@ class Underway:
     microbatches: this rank's; None: it has none. finish: what is done with the whole model's output; whole: and somebody
     else than the loss looks at it. lasts: of each stage its last
     backward. expected: targets of the whole step, where they can be counted before. before: what losses are multiplied with
-    before backward. settled: whether all reductions are through. sums: this rank's share of what is voted on; the fields after it
-    are what the vote came to.
+    before backward. settled: whether all reductions are through. seen: rows of forwards of the user's own loop. sums: this rank's
+    share of what is voted on; the fields after it are what the vote came to.
     """
 
     device: torch.device
@@ -68,6 +68,7 @@ class Underway:
     lasts: Mapping[int, Action] = field(default_factory=dict)
     flow: Flow = field(default_factory=Flow)
     settled: bool = False
+    seen: int = 0
     expected: int | None = None
     before: float = 1.0
     roll_work: Pending | None = None

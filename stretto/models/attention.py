@@ -5,20 +5,44 @@ Everything else in a decoder treats each token alone, so a sequence cut over ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+#: Drops some of [B, heads, T, T] probabilities.
+Drop = Callable[[Tensor], Tensor]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> Tensor:
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, drop: Drop | None = None) -> Tensor:
     """Scaled dot-product attention; each kv head serves heads / kv_heads query heads.
 
     q: [B, heads, T, head_dim], k and v: [B, kv_heads, T, head_dim]. Result: as q.
-    Keeps q, k, v, the result and one log-sum-exp a head and token for backward, not the T x T scores.
+    Keeps q, k, v, the result and one log-sum-exp a head and token for backward, not the T x T scores; with `drop`, which must see
+    them, also those.
     """
+    if drop is not None:
+        return written_out(q, k, v, causal_bias(q, k) if causal else None, q.shape[-1] ** -0.5, drop)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def causal_bias(q: Tensor, k: Tensor) -> Tensor:
+    """Where each token may look, [T, T] bool: at itself and before."""
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, drop: Drop) -> Tensor:
+    """Attention step by step, its probabilities dropped. bias: added to the scores, or (bool) where to look."""
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    scores = q @ k.transpose(-2, -1) * scale
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return drop(scores.softmax(-1, dtype=exact).to(q.dtype)) @ v
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -78,13 +78,15 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden, keys, bias=shape.bias, device=device)
         self.v = nn.Linear(shape.hidden, keys, bias=shape.bias, device=device)
         self.o = nn.Linear(queries, shape.hidden, bias=shape.bias, device=device)
+        self.drop = nn.Dropout(shape.attention_dropout)
 
     def forward(self, x: Tensor, *turn: Tensor) -> Tensor:
         """x: [B, T, hidden]; turn: cos and sin of `rotation`, or nothing where positions were added to x."""
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))  # [B, T, heads, head_dim]
         if turn:
             q, k = rotate(q, *turn), rotate(k, *turn)
-        mixed = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        drop = self.drop if self.training and self.drop.p else None
+        mixed = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), drop=drop)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -125,11 +127,12 @@ class Block(nn.Module):
         self.attn = Attention(shape, device)
         self.norm2 = _norm(shape, device)
         self.mlp: nn.Module = SwiGLU(shape, device) if shape.mlp == "swiglu" else GELU(shape, device)
+        self.drop1, self.drop2 = nn.Dropout(shape.dropout), nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, *turn: Tensor) -> Tensor:
         # not in place: selective recompute keeps the projections that these sums read
-        x = x + self.attn(self.norm1(x), *turn)
-        out: Tensor = x + self.mlp(self.norm2(x))
+        x = x + self.drop1(self.attn(self.norm1(x), *turn))
+        out: Tensor = x + self.drop2(self.mlp(self.norm2(x)))
         return out
 
 
@@ -143,6 +146,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden, device=device)
         self.positions = nn.Embedding(shape.positions, shape.hidden, device=device) if shape.position == "learned" else None
+        self.drop = nn.Dropout(shape.dropout)
         self.layers = nn.ModuleList(Block(shape, device) for _ in range(shape.blocks))
         self.norm = _norm(shape, device)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False, device=device)
@@ -156,6 +160,7 @@ class Decoder(nn.Module):
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(position_ids)
+        x = self.drop(x)
         turn: tuple[Tensor, ...] = ()
         if self.shape.position == "rope":
             turn = rotation(position_ids, self.shape.head_dim, self.shape.rope_theta, x.dtype)

@@ -15,8 +15,10 @@ from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.layout.stages import Split
 from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
+from stretto.models.dropout import Draws
 from stretto.models.stages import block_list
 from stretto.parallel import recompute, rules, tensor
+from stretto.parallel.dropout import name_dropout
 from stretto.parallel.flat import Granularity
 from stretto.parallel.place import Fill, Place, fill_parts
 from stretto.parallel.precision import Precision
@@ -97,13 +99,21 @@ class Parallel:
 
 
 def parallelize(
-    model: nn.Module, cut: Cut, mesh: Mesh, world: World, ledger: Ledger, initial: Fill | None, split: Split | None = None
+    model: nn.Module,
+    cut: Cut,
+    mesh: Mesh,
+    world: World,
+    ledger: Ledger,
+    initial: Fill | None,
+    split: Split | None = None,
+    draws: Draws | None = None,
 ) -> Parallel:
     """Cut `model` in place. initial: gives a named parameter's first values, asked only for what this rank holds (a model on
-    the meta device needs it); None: rank 0's values are everybody's. split: its pipeline stages; None: one.
+    the meta device needs it); None: rank 0's values are everybody's. split: its pipeline stages; None: one. draws: what the masks
+    of dropout follow; None: no forward trains with any.
 
-    Order: tensor rules cut weights, recompute wraps the blocks' forwards, then compile, then stages, then units and groups, and
-    values last: a model on the meta device never exists whole on a rank that has a part of it.
+    Order: tensor rules cut weights, dropout gets its names, recompute wraps the blocks' forwards, then compile, then stages, then
+    units and groups, and values last: a model on the meta device never exists whole on a rank that has a part of it.
     """
     split = split or Split((), (0, 0), (0,))
     _refuse_batch_norm(model, mesh)
@@ -118,7 +128,11 @@ def parallelize(
     compiled = cut.compile_backend is not None
     tensors = _cut_tensors(model, cut, mesh, Group(world, mesh, ("tp",), ledger))
     initial = fill_parts(initial, tensors.places, mesh, world.rank)
-    recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=compiled, remember=tensors.stream.remember)
+    remember: list[recompute.Remember] = [tensors.stream.remember]
+    if draws is not None:
+        name_dropout(model, draws, tensors.stream, compiled=compiled)
+        remember.append(draws.remember)
+    recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=compiled, remember=remember)
     if cut.compile_backend is not None:
         _compile(blocks, cut.compile_backend)
     _leave_meta(model, world.device)
@@ -150,7 +164,20 @@ def parallelize(
     groups = tuple(group for stage in stages for group in stage.walk.groups)
     let_go(model, [param for group in groups for param in group.params])
     contents, buffers = _contents(stages, pipeline, split)
-    return Parallel(split, tuple(stages), groups, rooms, aliases, tied_stages(where), contents, buffers, shard, replicas, pipeline, tensors)
+    return Parallel(
+        split,
+        tuple(stages),
+        groups,
+        rooms,
+        aliases,
+        tied_stages(where),
+        contents,
+        buffers,
+        shard,
+        replicas,
+        pipeline,
+        tensors,
+    )
 
 
 def sum_over_tp(parallel: Parallel) -> None:

@@ -48,7 +48,7 @@ Remember = Callable[[], Callable[[], None]]
 
 
 def apply(
-    blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, compiled: bool = False, remember: Remember | None = None
+    blocks: Sequence[nn.Module], mode: Recompute, preserve_rng: bool, *, compiled: bool = False, remember: Sequence[Remember] = ()
 ) -> None:
     """Let each block keep what `mode` says. The last call decides: "none" takes an earlier mode off again.
 
@@ -63,24 +63,27 @@ def apply(
         if mode == "none" and forward is not current:
             block.forward = forward
         elif mode != "none":
-            block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng, None if compiled else remember)
+            block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng, () if compiled else tuple(remember))
 
 
 class Recomputed:
     """A forward whose activations are dropped and computed again in backward. An object, so that a copy of the module
     copies it too: a closure would go on calling the first module."""
 
-    def __init__(self, forward: Callable[..., Any], call: Callable[..., Any], preserve_rng: bool, remember: Remember | None = None) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], call: Callable[..., Any], preserve_rng: bool, remember: tuple[Remember, ...] = ()
+    ) -> None:
         functools.update_wrapper(self, forward, updated=())  # models look at the signature
         self.forward, self.call, self.preserve_rng, self.remember = forward, call, preserve_rng, remember
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.forward if self.remember is None else functools.partial(_again, self.forward, self.remember())
+        forward = functools.partial(_again, self.forward, [look() for look in self.remember]) if self.remember else self.forward
         return self.call(forward, *args, preserve_rng_state=self.preserve_rng, **kwargs)
 
 
-def _again(forward: Callable[..., Any], recall: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
-    recall()
+def _again(forward: Callable[..., Any], recalls: Sequence[Callable[[], None]], *args: Any, **kwargs: Any) -> Any:
+    for recall in recalls:
+        recall()
     return forward(*args, **kwargs)
 
 

@@ -118,7 +118,7 @@ class Passage:
         if not self._looked and any(bool(other.isnan().any()) for other in _floats(others)):
             raise self._error(f"{name} is given a value made with weights of another stage, besides what the block before it made", ONE)
         self._entered = True
-        self.stream.tokens = tuple(x.shape[:-1])
+        self.stream.tokens, self.stream.region = tuple(x.shape[:-1]), self.stream.between
         return self._given
 
     def block(self, name: str) -> None:

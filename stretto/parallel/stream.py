@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,23 @@ from stretto.layout.layout import Shape
 from stretto.layout.transition import Have
 from stretto.parallel.memory import memory_of
 
+#: alike: all of it, the same on every rank. tokens: its part of the tokens. part: its part of the heads or features.
+Region = Literal["alike", "tokens", "part"]
+
 
 class Stream:
     """The stream of the forward under way. One a model: forwards follow each other.
 
     cut: whether each rank has only its part of the tokens. tokens: [B, T] of the whole stream, told by whatever it begins with
-    (a pipeline stage without a beginning is told by its engine). cuts_logits: whether the loss takes logits of this rank's part
-    of the vocabulary, as the engine's own does; anybody else gets them joined.
+    (a pipeline stage without a beginning is told by its engine). region: what a rank has before it where the forward is.
+    cuts_logits: whether the loss takes logits of this rank's part of the vocabulary, as the engine's own does; anybody else gets
+    them joined.
     """
 
     def __init__(self, bridge: Bridge, cut: bool, *, gathers_again: bool) -> None:
         self.bridge, self.cut, self.gathers_again = bridge, cut, gathers_again
         self.tokens: Shape = ()
+        self.region: Region = "alike"
         self.cuts_logits = False
         self._entered: tuple[Callable[[], Tensor | None], Tensor] | None = None
         self.gathered: Gathered | None = None
@@ -35,30 +40,38 @@ class Stream:
     def form(self) -> Have:
         return "cut" if self.cut else "same"
 
+    @property
+    def between(self) -> Region:
+        """What a rank has before it on the stream."""
+        return "tokens" if self.cut else "alike"
+
     def forget(self) -> None:
         """The forward is over."""
         self._entered = self.gathered = None
+        self.region = "alike"
 
     def remember(self) -> Callable[[], None]:
         """A way back to this moment's tokens, for a block that runs again in backward when other forwards may have been."""
-        tokens = self.tokens
+        tokens, region = self.tokens, self.region
 
         def recall() -> None:
-            self.tokens = tokens
+            self.tokens, self.region = tokens, region
 
         return recall
 
     def begin(self, x: Tensor, reason: str) -> Tensor:
         """x: [B, T, H], the same on every rank."""
-        self.tokens = tuple(x.shape[:-1])
+        self.tokens, self.region = tuple(x.shape[:-1]), self.between
         return cross(x, self.bridge, "same", "cut", x.shape, reason=reason) if self.cut else x
 
     def end(self, x: Tensor, reason: str) -> Tensor:
         """The stream's tokens, all on every rank, which go on to do the same with them."""
+        self.region = "alike"
         return cross(x, self.bridge, "cut", "alike", self._whole(x, reason), reason=reason) if self.cut else x
 
     def enter(self, x: Tensor, have: Have, reason: str) -> Tensor:
         """All tokens of x, for each rank to use for its own part. Layers that read the same x one after another cross once."""
+        self.region = "part"
         if self._entered is not None and self._entered[0]() is x:
             return self._entered[1]
         whole = self._whole(x, reason) if have == "cut" else tuple(x.shape)
@@ -71,6 +84,7 @@ class Stream:
         """x: [B, T, H], a summand on each rank. Result: the sum, on the stream."""
         if begins:
             self.tokens = tuple(x.shape[:-1])
+        self.region = self.between
         return cross(x, self.bridge, "sum", "cut" if self.cut else "same", x.shape, reason=reason)
 
     def ids(self, ids: Tensor, reason: str) -> Tensor:

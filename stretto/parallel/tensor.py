@@ -209,6 +209,7 @@ class Around:
         return self.stream.ids(ids, f"enters {self.name}")
 
     def enter_split(self, x: Tensor) -> Tensor:
+        self.stream.region = "part"
         return cross(x, self.bridge, "same", "cut", x.shape, reason=f"enters {self.name}", dim="features")
 
     # leaving
@@ -219,10 +220,12 @@ class Around:
 
     def leave_summed(self, out: Tensor) -> Tensor:
         out = self._looked_up(out)
+        self.stream.region = "alike"
         return self._with_bias(cross(out, self.bridge, "sum", "same", out.shape, reason=f"leaves {self.name}"))
 
     def leave_joined(self, out: Tensor) -> Tensor:
         whole = (*out.shape[:-1], self.outputs)
+        self.stream.region = "alike"
         return cross(out, self.bridge, "cut", "alike", whole, reason=f"leaves {self.name}", dim="features")
 
     def leave_head(self, out: Tensor) -> Tensor:
