@@ -111,6 +111,11 @@ class Job(Section):
         default="none",
         description="activations made again in backward instead of kept: none, selective (cheap ones), full (all but block inputs)",
     )
+    loss_chunk: Natural = Field(
+        default=0,
+        description="tokens that head and loss take at a time, so that logits of all tokens never exist; 0 = all at once (faster by one "
+        "product of the head)",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda if every rank here gets a GPU of its own, else cpu"
     )

@@ -21,7 +21,7 @@ from stretto.data.loader import Loader
 from stretto.engine.evaluation import Metrics, evaluate
 from stretto.engine.exporting import save_pretrained
 from stretto.engine.look import bytes_held, whole_buffers, whole_tensors
-from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, next_token_loss
+from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, head_of, loss_of_head, next_token_loss
 from stretto.engine.memory import PeakMemory
 from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
 from stretto.engine.passes import Passes, tie
@@ -105,6 +105,8 @@ class Engine:
             tuple(library.regular_modules(model) if regular is None else regular),
             plan,
             sequence,
+            head_of(model, job.loss_chunk, own_loss=loss is None),
+            job.loss_chunk,
         )
         keys, compiled = job.pipeline, job.compile.mode == "block"
         step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)
@@ -113,7 +115,7 @@ class Engine:
         self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, parts, self.draws)
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)
-        self.tensors = self.parallel.tensors
+        self.tensors, self.head_loss = self.parallel.tensors, self.parallel.head_loss
         #: Of the ranks that compute the same loss of the same rows, the one that counts it.
         self.counts = self.tensors.group.index == 0
         self.forward = forward or call_model
@@ -280,6 +282,8 @@ class Engine:
 
     def criterion(self, output: Any, microbatch: Batch) -> tuple[Tensor, Tensor | float]:
         """(sum of losses, number of targets) of the forward under way."""
+        if self.head_loss is not None and not self.now.whole:
+            return loss_of_head(self.head_loss, output, microbatch)
         loss = self._cut_loss if self._cut_loss is not None and self.cuts_logits else self.loss
         return loss(output, microbatch)
 

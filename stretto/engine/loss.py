@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from stretto.data.batch import NOT_COUNTED, Batch
 from stretto.errors import JobError
+from stretto.models import library
+from stretto.parallel.chunked import HeadLoss
 from stretto.parallel.tensor import Tensors
 from stretto.parallel.vocab import vocab_cross_entropy
 
@@ -54,6 +56,24 @@ def cut_next_token_loss(tensors: Tensors) -> Loss:
         return total, (targets != NOT_COUNTED).sum()
 
     return loss
+
+
+def head_of(model: nn.Module, chunk: int, *, own_loss: bool) -> str:
+    """The head that is to give the loss itself, `chunk` tokens at a time; "" if none is. own_loss: the loss is next_token_loss.
+    Raises JobError where it cannot."""
+    if not chunk:
+        return ""
+    if not own_loss:
+        raise JobError("loss_chunk is for the next-token loss of stretto's own, and another loss was given; write loss_chunk=0")
+    head = library.head_of(model)
+    if not head:
+        raise JobError(f"loss_chunk: nothing says which layer of {type(model).__name__} makes logits; write loss_chunk=0")
+    return head
+
+
+def loss_of_head(head: HeadLoss, output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """next_token_loss where the head has given it in place of logits."""
+    return head.take(logits_of(output)), (batch["shift_labels"] != NOT_COUNTED).sum()
 
 
 def logits_of(output: Any) -> Tensor:

@@ -114,12 +114,17 @@ class Passes:
         self.engine.draws.begin(self.engine.steps, microbatch.first, tokens_of(microbatch))
         stream.forget()  # a block that ran again in backward has left it elsewhere
         stream.cuts_logits = self.engine.cuts_logits
+        head_loss = self.engine.head_loss if stage.last and not self.engine.now.whole else None
+        if head_loss is not None:
+            head_loss.targets = microbatch["shift_labels"]
         self.calling = True
         try:
             return stage.passage.run(lambda: self._watched(stage, microbatch), given)
         finally:
             self.calling = False
             stream.cuts_logits = False
+            if head_loss is not None:
+                head_loss.targets = None
             stream.forget()
 
     def _watched(self, stage: Stage, microbatch: Batch) -> Any:

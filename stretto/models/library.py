@@ -193,6 +193,14 @@ def regular_modules(model: nn.Module) -> tuple[str, ...]:
     return tuple(names[id(end)] for end in (*ends, head) if isinstance(end, nn.Module) and not isinstance(end, nn.ModuleList))
 
 
+def head_of(model: nn.Module) -> str:
+    """The name of the layer that makes logits; "" where nothing says which."""
+    if isinstance(model, Decoder):
+        return "head"
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    return next((name for name, module in model.named_modules() if module is head), "")
+
+
 def tensor_plan(model: nn.Module, tp: int) -> Plan:
     """How a model that brings its plan is cut over tp; nothing where the caller has to say."""
     if isinstance(model, Decoder):

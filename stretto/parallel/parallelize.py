@@ -18,6 +18,7 @@ from stretto.layout.zero import REPLICATE_AXES, SHARD_AXES, ZeroPolicy
 from stretto.models.dropout import Draws
 from stretto.models.stages import block_list
 from stretto.parallel import recompute, rules, tensor
+from stretto.parallel.chunked import HeadLoss
 from stretto.parallel.dropout import name_dropout
 from stretto.parallel.flat import Granularity
 from stretto.parallel.place import Fill, Place, fill_parts
@@ -35,7 +36,8 @@ SLOTS = 2
 @dataclass(frozen=True)
 class Cut:
     """How the model is to be cut, taken from a Job. plan: the styles of its modules over tp, see rules.py; sequence: whether the
-    tokens between cut layers are cut too, None: where that is known to be safe."""
+    tokens between cut layers are cut too, None: where that is known to be safe. head, loss_chunk: the layer that makes logits is to
+    give the loss itself, of so many tokens at a time; 0: it is not."""
 
     policy: ZeroPolicy
     precision: Precision
@@ -46,6 +48,8 @@ class Cut:
     regular: tuple[str, ...] = ()
     plan: Mapping[str, str] = field(default_factory=dict)
     sequence: bool | None = None
+    head: str = ""
+    loss_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Parallel:
     replicas: Group
     pipeline: Group
     tensors: tensor.Tensors
+    head_loss: HeadLoss | None
 
     def stage(self, number: int) -> Stage:
         """This rank's stage of that number."""
@@ -163,6 +168,7 @@ def parallelize(
         stages.append(_stage(part, mine, cut, world, split, where))
     groups = tuple(group for stage in stages for group in stage.walk.groups)
     let_go(model, [param for group in groups for param in group.params])
+    head_loss = _head_loss(stages[-1], cut, tensors) if cut.loss_chunk and stages[-1].last else None
     contents, buffers = _contents(stages, pipeline, split)
     return Parallel(
         split,
@@ -177,7 +183,17 @@ def parallelize(
         replicas,
         pipeline,
         tensors,
+        head_loss,
     )
+
+
+def _head_loss(stage: Stage, cut: Cut, tensors: tensor.Tensors) -> HeadLoss:
+    bridge = tensors.stream.bridge
+    if bridge.size > 1 and tensors.vocab is None:
+        raise JobError(f'loss_chunk: {cut.head} does not leave logits cut over the vocabulary; its rule has to be "head" (or loss_chunk=0)')
+    head = stage.model.get_submodule(cut.head)
+    vocab = tensors.vocab or int(head.weight.shape[0])  # type: ignore[operator, union-attr, index]
+    return HeadLoss(head, bridge, vocab, cut.loss_chunk)
 
 
 def sum_over_tp(parallel: Parallel) -> None:

@@ -36,8 +36,9 @@ def vocab_cross_entropy(logits: Tensor, targets: Tensor, bridge: Bridge, vocab: 
     return total
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32  # a sum over the vocabulary needs more than 8 bits
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of a sum over the vocabulary, which needs more than 8 bits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -46,10 +47,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, bridge: Bridge, low: int, not_counted: int) -> Tensor:
         tokens, part = logits.shape
-        exact = _exact(logits.dtype)
+        exact = exact_dtype(logits.dtype)
         top = logits.amax(-1).to(exact) if part else logits.new_full((tokens,), -torch.inf, dtype=exact)
         bridge.door.group.all_reduce(top, reason="loss, largest logit", op="max", lane="tensor").wait()
-        mine, here = _own(targets, low, part, not_counted)
+        mine, here = own_columns(targets, low, part, not_counted)
         sums = torch.zeros(2, tokens, dtype=exact, device=logits.device)
         for rows in _chunks(tokens, part):
             shifted = logits[rows].to(exact) - top[rows, None]
@@ -66,7 +67,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, log_sum = ctx.saved_tensors
         tokens, part = logits.shape
-        mine, here = _own(targets, ctx.low, part, ctx.not_counted)
+        mine, here = own_columns(targets, ctx.low, part, ctx.not_counted)
         weight = grad * (targets != ctx.not_counted)  # [tokens]
         out = torch.empty_like(logits)
         for rows in _chunks(tokens, part):
@@ -77,7 +78,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def _own(targets: Tensor, low: int, part: int, not_counted: int) -> tuple[Tensor, Tensor]:
+def own_columns(targets: Tensor, low: int, part: int, not_counted: int) -> tuple[Tensor, Tensor]:
     """Each target's column of this rank's part (0 where it has none), and whether it has one."""
     mine = targets - low
     here = (targets != not_counted) & (mine >= 0) & (mine < part)

@@ -23,7 +23,7 @@ from stretto.parallel.sharded import ShardedGroup
 from stretto.parallel.walk import Walk
 
 
-class Place(NamedTuple):
+class Sink(NamedTuple):
     """Where the gradient of a layer's weight goes: parameter number `parameter` of `group`, which `walk` takes through its steps."""
 
     walk: Walk
@@ -40,25 +40,25 @@ class Place(NamedTuple):
 
 def write_directly(model: nn.Module, walk: Walk) -> None:
     """Let every linear and embedding layer of `model` whose weight belongs to a group of `walk` write its gradient there."""
-    places = {id(p): Place(walk, group, i) for group in walk.groups if group.trainable for i, p in enumerate(group.params)}
+    sinks = {id(p): Sink(walk, group, i) for group in walk.groups if group.trainable for i, p in enumerate(group.params)}
     for module in model.modules():
         kind, weight = _kind(module), module._parameters.get("weight")
-        if kind is not None and weight is not None and id(weight) in places:
-            module.forward = Direct(module, kind, places[id(weight)])
+        if kind is not None and weight is not None and id(weight) in sinks:
+            module.forward = Direct(module, kind, sinks[id(weight)])
 
 
 class Direct:
     """The forward of one layer. An object and not a closure, so that it can be seen in a debugger what stands there."""
 
-    def __init__(self, module: nn.Module, apply: Callable[..., Any], place: Place) -> None:
-        self.module, self.apply, self.place = module, apply, place
+    def __init__(self, module: nn.Module, apply: Callable[..., Any], sink: Sink) -> None:
+        self.module, self.apply, self.sink = module, apply, sink
         self.usual = type(module).forward
 
     def __call__(self, x: Tensor) -> Any:
         weight = self.module.weight
         if not torch.is_grad_enabled() or _aside(weight, x):
             return self.usual(self.module, x)
-        return self.apply(self.module, x, self.place)
+        return self.apply(self.module, x, self.sink)
 
 
 def _kind(module: nn.Module) -> Callable[..., Any] | None:
@@ -66,9 +66,9 @@ def _kind(module: nn.Module) -> Callable[..., Any] | None:
     if "forward" in vars(module):
         return None  # somebody has replaced it before, and knows why
     if type(module).forward is nn.Linear.forward:
-        return lambda layer, x, place: _Linear.apply(x, layer.weight, layer.bias, place)  # type: ignore[no-untyped-call]
+        return lambda layer, x, sink: _Linear.apply(x, layer.weight, layer.bias, sink)  # type: ignore[no-untyped-call]
     if type(module).forward is nn.Embedding.forward and not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
-        return lambda layer, ids, place: _Embedding.apply(ids, layer.weight, layer.padding_idx, place)
+        return lambda layer, ids, sink: _Embedding.apply(ids, layer.weight, layer.padding_idx, sink)
     return None
 
 
@@ -87,8 +87,8 @@ class _Linear(torch.autograd.Function):
     """x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Place) -> Tensor:
-        ctx.place = place
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
+        ctx.sink = sink
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -101,8 +101,8 @@ class _Linear(torch.autograd.Function):
         of_x = grad.matmul(weight) if needs_x else None
         of_bias = rows.sum(0) if needs_bias else None
         of_weight = None
-        if needs_weight and ctx.place.walk.phase == "backward":
-            ctx.place.take(lambda group, i: group.add_product(i, rows.t(), inputs))
+        if needs_weight and ctx.sink.walk.phase == "backward":
+            ctx.sink.take(lambda group, i: group.add_product(i, rows.t(), inputs))
         elif needs_weight:
             of_weight = rows.t().matmul(inputs)
         return of_x, of_weight, of_bias, None
@@ -112,8 +112,8 @@ class _Embedding(torch.autograd.Function):
     """ids: [...] of integers, weight: [entries, width] -> [..., width]."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, place: Place) -> Tensor:
-        ctx.place, ctx.padding, ctx.entries = place, padding, weight.shape[0]
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, sink: Sink) -> Tensor:
+        ctx.sink, ctx.padding, ctx.entries = sink, padding, weight.shape[0]
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight, padding)
 
@@ -121,11 +121,11 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         (ids,) = ctx.saved_tensors
-        if ctx.place.walk.phase == "backward" and not grad.is_cuda:  # there, adding rows in any order would not repeat bit for bit
+        if ctx.sink.walk.phase == "backward" and not grad.is_cuda:  # there, adding rows in any order would not repeat bit for bit
             flat, rows = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
             if ctx.padding is not None:
                 flat, rows = flat[flat != ctx.padding], rows[flat != ctx.padding]
-            ctx.place.take(lambda group, i: group.add_rows(i, flat, rows))
+            ctx.sink.take(lambda group, i: group.add_rows(i, flat, rows))
             return None, None, None, None
         padding = -1 if ctx.padding is None else ctx.padding
         return None, torch.ops.aten.embedding_dense_backward(grad, ids, ctx.entries, padding, False), None, None
