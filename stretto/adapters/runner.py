@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stretto.data.batch import Batch
+from stretto.engine.values import whole
 from stretto.job import Job
 from stretto.layout.mesh import Mesh
 from stretto.models import library
@@ -83,12 +84,4 @@ Build = Callable[[Setting], Runner]
 
 def real(loaded: library.Loaded, seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The whole model on a device with the first values that the engine gives it, in training mode."""
-    model = loaded.model
-    if loaded.initial is not None:
-        model = model.to_empty(device="cpu")
-        filled: dict[int, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in filled:
-                filled[id(parameter)] = parameter
-                loaded.initial(model, name, parameter.data, 0, seed)
-    return model.to(device, dtype).train()
+    return whole(loaded, seed).to(device, dtype).train()

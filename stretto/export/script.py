@@ -26,9 +26,9 @@ from stretto.data.feed import Feed
 from stretto.data.source import open_source
 from stretto.engine.loss import call_model, next_token_loss
 from stretto.engine.optimizer import lr_factor
+from stretto.engine.values import whole
 from stretto.job import Job
 from stretto.models import library
-from stretto.models.decoder import Decoder, fill
 from stretto.parallel import recompute
 from stretto.parallel.units import block_list
 
@@ -40,7 +40,7 @@ torch.manual_seed(job.seed)
 
 def first_model():
     """The whole model with the values that stretto starts from; its blocks recompute and are compiled as the job says."""
-    model = fill(Decoder(loaded.model.shape), job.seed) if isinstance(loaded.model, Decoder) else loaded.model
+    model = whole(loaded, job.seed)
     blocks, compiled = block_list(model)[1], job.compile.mode == "block"
     recompute.apply(blocks, job.recompute, True, compiled=compiled)
     for block in blocks if compiled else ():
