@@ -191,7 +191,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def main() -> None:
+def main(variants: Mapping[str, Callable[[Setting], Step]] = VARIANTS) -> None:
     """Build a variant and run steps of it whenever the team is asked to."""
     limit_life()
     named, job, precision, rows, clip = sys.argv[1:]
@@ -200,7 +200,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(backend or "gloo", store=dist.FileStore(os.environ["TURNS_MEET"], ranks), rank=rank, world_size=ranks)
     setting = Setting(job, ranks, rank, "bf16" if precision == "bf16" else "fp32", int(rows), float(clip))
-    drawn, step, done = batches(setting), VARIANTS[variant](setting), 0
+    drawn, step, done = batches(setting), variants[variant](setting), 0
 
     def answer(request: dict[str, Any]) -> Answer:
         nonlocal done

@@ -192,7 +192,7 @@ def _head_loss(stage: Stage, cut: Cut, tensors: tensor.Tensors) -> HeadLoss:
     if bridge.size > 1 and tensors.vocab is None:
         raise JobError(f'loss_chunk: {cut.head} does not leave logits cut over the vocabulary; its rule has to be "head" (or loss_chunk=0)')
     head = stage.model.get_submodule(cut.head)
-    vocab = tensors.vocab or int(head.weight.shape[0])  # type: ignore[operator, union-attr, index]
+    vocab = tensors.vocab or int(head.weight.shape[0])  # type: ignore[index]
     return HeadLoss(head, bridge, vocab, cut.loss_chunk)
 
 
