@@ -25,7 +25,7 @@ test: $(VENV)/installed
 grid: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not frameworks"
 
-# exports by the parsers of those they are for; MEGATRON_LM=FOLDER names a checkout of core_v0.16.1
+# exports by the parsers of those they are for, and runs on Ray; MEGATRON_LM=FOLDER names a checkout of core_v0.16.1
 frameworks: $(VENV)/installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --editable '.[deepspeed,megatron,ray,accelerate]' torchtitan==0.2.2 triton six
 	$(BIN)/python -m pytest -m frameworks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from stretto.launch.training import check_data, elsewhere
 
 if TYPE_CHECKING:
     from stretto.job import Job
+    from stretto.launch.training import Starter
 
 #: What was done, as --json prints it; "text" is what a person sees.
 Done = Mapping[str, object]
@@ -22,6 +25,7 @@ Done = Mapping[str, object]
 KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "here": frozenset(),
+        "ray": frozenset({"address", "max_failures"}),
         "slurm": frozenset({"print", "nodes", "sbatch"}),
         "kubernetes": frozenset({"print", "nodes", "image", "claim", "kind"}),
     }
@@ -31,7 +35,11 @@ KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
 def options(parser: ArgumentParser) -> None:
     """What `stretto train` takes for runs elsewhere."""
     group = parser.add_argument_group("somewhere else")
-    group.add_argument("--on", default="here", metavar="WHERE", help="here (default), slurm or kubernetes")
+    group.add_argument("--on", default="here", metavar="WHERE", help="here (default), ray, slurm or kubernetes")
+    group.add_argument("--address", metavar="ADDR", help="head node of a Ray cluster (default RAY_ADDRESS, else one that is started here)")
+    group.add_argument(
+        "--max-failures", type=int, metavar="N", help="times that a run is started again from its newest checkpoint (ray; default 0)"
+    )
     group.add_argument("--print", action="store_true", help="show what would be submitted, and do nothing (slurm, kubernetes)")
     group.add_argument("--nodes", type=int, metavar="N", help="machines that share the ranks evenly (default 1)")
     group.add_argument("--sbatch", metavar="OPTIONS", help="more options for sbatch, as --sbatch='--partition=gpu --time=2:00:00'")
@@ -47,7 +55,21 @@ def check_options(asked: Namespace) -> None:
     given = {name for name in frozenset().union(*KNOWN.values()) if getattr(asked, name)}
     for name in sorted(given - KNOWN[asked.on]):
         places = " or ".join(f"--on {place}" for place, known in KNOWN.items() if name in known)
-        raise JobError(f"--{name} is for {places}, and this runs {'here' if asked.on == 'here' else f'on {asked.on}'}; leave it out")
+        raise JobError(
+            f"--{name.replace('_', '-')} is for {places}, and this runs {'here' if asked.on == 'here' else f'on {asked.on}'}; leave it out"
+        )
+
+
+@contextlib.contextmanager
+def starter(asked: Namespace) -> Iterator[Starter | None]:
+    """What starts the ranks of a run that this process follows; None: this machine. Within it, a cluster is connected."""
+    if asked.on != "ray":
+        yield None
+        return
+    from stretto.launch.ray import RayCluster
+
+    with RayCluster(asked.address, asked.max_failures or 0, lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+        yield cluster
 
 
 def start(job: Job, asked: Namespace) -> Done:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from stretto.errors import JobError, RunError
 from stretto.launch.failure import Failure, first
@@ -22,6 +22,19 @@ ECHO_WAIT = 2.0  # seconds that the others have to tell their side when only ech
 ROOT_WAIT = 0.3  # seconds, when a cause is known: only an even earlier one could still come
 FAREWELL = 1.5  # seconds from SIGTERM to SIGKILL
 LEAVING = 5.0  # seconds that a rank whose work is done may take to end by itself
+
+
+class Askable(Protocol):
+    """As a Board."""
+
+    def ask_to_stop(self) -> None: ...
+
+
+class HasBoard(Protocol):
+    """Ranks that can be asked to stop."""
+
+    @property
+    def board(self) -> Askable: ...
 
 
 def launch(function: Callable[..., Any], ranks: int, args: Sequence[Any] = (), *, timeout: float | None = None) -> list[Any]:
@@ -59,7 +72,7 @@ def run_local(
         payload = pack(function, args, of or function)
     except Exception as error:  # pickling runs code of any class that the arguments hold
         raise JobError(f"{_name(of or function)} cannot be sent to the ranks: {error}; make what it needs inside it") from error
-    with Ranks(payload, ranks, logs=logs, stoppable=stoppable, on_line=on_line) as group, _stop_signals(group, stoppable) as asked:
+    with Ranks(payload, ranks, logs=logs, stoppable=stoppable, on_line=on_line) as group, stop_signals(group, stoppable) as asked:
         _watch(group, on_event, asked, None if timeout is None else time.monotonic() + timeout)
         return [group.result(child) for child in group.children]
 
@@ -118,7 +131,7 @@ def _account(child: Child, group: Ranks) -> Failure:
 
 
 @contextlib.contextmanager
-def _stop_signals(group: Ranks, stoppable: bool) -> Iterator[list[str]]:
+def stop_signals(group: HasBoard, stoppable: bool) -> Iterator[list[str]]:
     """Within it signals ask the ranks to stop; the list tells which came. Only the main thread can hear signals."""
     asked: list[str] = []
     if not stoppable or threading.current_thread() is not threading.main_thread():

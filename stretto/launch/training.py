@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.checkpoint.shelf import Keep, Resume
@@ -50,9 +51,27 @@ class Ready(NamedTuple):
         return f"{job.name}: {how}; {job.batch.size} rows a step: {rows}"
 
 
+class Starter(Protocol):
+    """Where a job runs. again: what a command that goes on with it must say besides. prepare: the job as it fits there.
+
+    start: runs it to its end; its events are heard by on_event, what its ranks print goes to files in `logs`.
+    """
+
+    @property
+    def again(self) -> str: ...
+
+    def prepare(self, job: Job) -> Ready: ...
+
+    def start(self, prepared: Ready, job: Job, keep: Keep, logs: Path | None, on_event: Callable[[Event], None]) -> None: ...
+
+
 def ready(job: Job, own_model: bool = False) -> Ready:
     """The job resolved on this machine, on as many ranks as were started, or as its mesh says. Raises JobError."""
-    here, found = seat(os.environ), devices()
+    return fitting(job, seat(os.environ), devices(), own_model)
+
+
+def fitting(job: Job, here: Seat | None, found: Devices, own_model: bool = False) -> Ready:
+    """The job resolved for such devices. here: this process, where it is one of the ranks. Raises JobError."""
     resolved = job.resolve(here.ranks if here else None, found.kind, found.visible, own_model=own_model)
     check_pipeline(resolved, own_model)
     return Ready(resolved, here, found)
@@ -92,11 +111,12 @@ def train(
     resume: Resume = "no",
     stream: TextIO | None = None,
     allow_missing: tuple[str, ...] = (),
+    place: Starter | None = None,
 ) -> Trained | None:
-    """stretto.train, with a say in where progress is shown (default stderr)."""
-    stream = stream or sys.stderr
+    """stretto.train, with a say in where progress is shown (default stderr) and where it runs (default here)."""
+    stream, place = stream or sys.stderr, place or Here()
     asked = job if isinstance(job, Job) else Job.load(job)
-    prepared = ready(asked)
+    prepared = place.prepare(asked)
     cut = shortened(prepared.job, until)
     check_data(prepared.job)
     path = Path(out) if out is not None else default_folder(asked.name, time.localtime())
@@ -108,7 +128,7 @@ def train(
         export=str(path / "huggingface"),
     )
     if prepared.seat and prepared.seat.rank > 0:
-        _run(prepared, cut, keep, None, lambda event: None)
+        place.start(prepared, cut, keep, None, lambda event: None)
         return None
     if resume == "no":
         refuse_a_run(path)
@@ -121,10 +141,9 @@ def train(
     recorder = Recorder(folder, progress, prepared.job.mesh, cut.total_steps())
     progress.note(prepared.line())
     progress.note(f"run folder: {path}")
-    again = f"{'torchrun ... -m ' if prepared.seat else ''}stretto train --out {shlex.quote(str(path))} --resume"
-    return _recorded(
-        recorder, prepared.job.total_steps(), cut.total_steps(), again, lambda: _run(prepared, cut, keep, folder.logs, recorder)
-    )
+    again = f"{'torchrun ... -m ' if prepared.seat else ''}stretto train --out {shlex.quote(str(path))} --resume{place.again}"
+    start = functools.partial(place.start, prepared, cut, keep, folder.logs, recorder)
+    return _recorded(recorder, prepared.job.total_steps(), cut.total_steps(), again, start)
 
 
 def train_or_go_on(
@@ -180,14 +199,22 @@ def check_data(job: Job) -> None:
         )
 
 
-def _run(prepared: Ready, job: Job, keep: Keep, logs: Path | None, on_event: Callable[[Event], None]) -> None:
-    from stretto.launch.local import run_local
-    from stretto.launch.outside import run_here
+class Here:
+    """On ranks of this machine; or in this very process, where it is one of the ranks."""
 
-    if prepared.seat:
-        run_here(train_rank, (job, keep), prepared.seat, on_event)
-    else:
-        run_local(train_rank, prepared.ranks, (job, keep), on_event=on_event, logs=logs, stoppable=True)
+    again = ""
+
+    def prepare(self, job: Job) -> Ready:
+        return ready(job)
+
+    def start(self, prepared: Ready, job: Job, keep: Keep, logs: Path | None, on_event: Callable[[Event], None]) -> None:
+        from stretto.launch.local import run_local
+        from stretto.launch.outside import run_here
+
+        if prepared.seat:
+            run_here(train_rank, (job, keep), prepared.seat, on_event)
+        else:
+            run_local(train_rank, prepared.ranks, (job, keep), on_event=on_event, logs=logs, stoppable=True)
 
 
 def train_rank(here: Rank, job: Job, keep: Keep) -> None:

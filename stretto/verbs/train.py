@@ -41,7 +41,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 def _train(asked: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from stretto.launch.elsewhere import PLACES, check_options, start
+    from stretto.launch.elsewhere import PLACES, check_options, start, starter
     from stretto.launch.training import summary, train
 
     check_options(asked)
@@ -50,8 +50,8 @@ def _train(asked: argparse.Namespace) -> int:
         print_json({name: value for name, value in done.items() if name != "text"}) if asked.json else print(done["text"], end="")
         return 0
     job = load(asked.words) if asked.resume == "no" else _job_that_goes_on(asked)
-    with stdout_kept_for(asked.json):
-        trained = train(job, asked.out, until=asked.until, resume=asked.resume, allow_missing=tuple(asked.allow_missing))
+    with stdout_kept_for(asked.json), starter(asked) as place:
+        trained = train(job, asked.out, until=asked.until, resume=asked.resume, allow_missing=tuple(asked.allow_missing), place=place)
     if trained is None:
         return 0
     print_json(asdict(trained)) if asked.json else print(summary(trained, _shows(sys.stdout, "⣿│└")))
