@@ -6,8 +6,8 @@ storages that operators made and that are still held.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from families import model_of
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stretto.comm.threads import run_threads
-from stretto.comm.transport import Transport, World
+from stretto.comm.messages import Messages, Work
+from stretto.comm.threads import Office, ThreadMail, run_threads
+from stretto.comm.transport import World
 from stretto.engine.engine import Engine
 from stretto.engine.look import held_tensors
 from stretto.engine.rehearse import rehearse
@@ -65,16 +66,23 @@ class Step:
     bytes_: dict[str, int]
 
 
-class Unseen:
-    """A transport whose own copies are nobody's business: threads hand over clones, which no other transport makes."""
+class AtOnce(Messages):
+    """Collectives that are over when the call returns, and whose copies are not counted: a thread beside the caller may hold a tensor
+    a moment longer, and threads hand over clones, which no other transport makes."""
 
-    def __init__(self, over: Transport) -> None:
-        self.over, self.name, self.own, self.common, self.close = over, over.name, over.own, over.common, over.close
+    def _later(self, channel: int, work: Work, ranks: int, job: Callable[[], None]) -> None:
+        with torch.no_grad():
+            job()
+        work.finish()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "receive"):
+            return found
+
         def unseen(*args: Any, **more: Any) -> Any:
             with _disable_current_modes():
-                return getattr(self.over, name)(*args, **more)
+                return found(*args, **more)
 
         return unseen
 
@@ -85,7 +93,6 @@ def steps(asked: Job) -> list[Step]:
     ids = (torch.arange(length) * 7 % SIZES["vocab"]).view(asked.batch.size, -1)
 
     def rank(world: World) -> Step:
-        world = replace(world, transport=Unseen(world.transport))
         storages = Storages(torch.device("cpu"))
         with storages:
             loaded = library.load(asked.model.name, weights=asked.model.weights, overrides=asked.model.sizes())
@@ -104,20 +111,22 @@ def steps(asked: Job) -> list[Step]:
         peak, bytes_ = max(fullest[1:])
         return Step(dict(report.ledger.times), engine.bytes_held(), peak, bytes_)
 
-    return run_threads(rank, Mesh.parse(asked.mesh).size)
+    office = Office()
+    ranks = Mesh.parse(asked.mesh).size
+    return run_threads(rank, ranks, office=office, transport=lambda rank, ranks, store: AtOnce(ThreadMail(office, rank), rank))
 
 
-def agree(asked: Job, off: float = 0.0) -> None:
+def agree(asked: Job, on_host: int = 0) -> None:
     """The first, a middle and the last rank send and hold in a rehearsal what they do in a real step: call for call, and byte for byte
-    at the fullest moment, or `off` by a share."""
+    at the fullest moment. on_host: bytes that a rehearsal does not count, since they lie beside the device."""
     every = steps(asked)
     for rank in sorted({0, len(every) // 2, len(every) - 1}):
         real, found = every[rank], rehearse(asked, rank)
         assert dict(found.ledger.times) == real.ledger
         assert dict(found.held) == real.held
-        assert found.bytes_ == pytest.approx({kind: real.bytes_.get(kind, 0) for kind in KINDS}, rel=off, abs=0)
-        assert found.peak == pytest.approx(real.peak, rel=off, abs=0)
-        assert sum(found.bytes_.values()) == found.peak
+        expected = {kind: real.bytes_.get(kind, 0) for kind in KINDS}
+        assert found.bytes_ == {**expected, "working": expected["working"] - on_host}
+        assert found.peak == sum(found.bytes_.values()) == real.peak - on_host
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -130,4 +139,5 @@ def test_so_does_one_of_a_transformers_model(family: str, mesh: str, tmp_path: P
     model_of(family).config.save_pretrained(tmp_path)
     keys = {"model": f"hf:{tmp_path}", "model.weights": "random", "mesh": mesh, "zero": 1, "batch.size": 4, "batch.seq_len": 16}
     ranks = Mesh.parse(mesh).size
-    agree(Job.load(keys, **{"batch.micro_size": 1}).resolve(ranks, "cpu", ranks), off=0.01)
+    zeros = 4 * 4 if family == "gpt2" else 0  # each of its row-parallel layers is given a zero for its bias, see tensor._hide_bias
+    agree(Job.load(keys, **{"batch.micro_size": 1}).resolve(ranks, "cpu", ranks), on_host=zeros)

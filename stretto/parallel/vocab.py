@@ -27,7 +27,7 @@ def vocab_cross_entropy(logits: Tensor, targets: Tensor, bridge: Bridge, vocab: 
     """
     if logits.shape[:-1] != targets.shape:
         raise JobError(f"logits {list(logits.shape)} do not fit targets {list(targets.shape)}")
-    if targets.device.type == "cpu" and bool(((targets != not_counted) & ((targets < 0) | (targets >= vocab))).any()):
+    if not targets.is_cuda and bool(((targets != not_counted) & ((targets < 0) | (targets >= vocab))).any()):
         raise JobError(f"a target is not below the vocabulary of {vocab} ids; {not_counted} marks one that does not count")
     low, _ = split(vocab, bridge.size, bridge.index)
     total: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
