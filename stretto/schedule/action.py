@@ -44,6 +44,22 @@ class Action(NamedTuple):
         return Action(found[2], int(found[1]), None if found[3] is None else int(found[3]))
 
 
+class _Graph(NamedTuple):
+    """Events by number. names: of all that is waited for; waits: of each event of the schedule, the numbers of what it waits for."""
+
+    names: list[Action]
+    waits: list[tuple[int, ...]]
+
+
+class Numbered(NamedTuple):
+    """The events of a schedule by number, each after what it waits for. kinds: the (kind, stage) of the actions that are one event,
+    a SEND's and its RECV's for example; events: which of `kinds` each is, and the numbers of the events that it waits for, on its own
+    rank and on others."""
+
+    kinds: tuple[tuple[tuple[str, int], ...], ...]
+    events: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What each pipeline rank issues, in order. `rank_of[stage]` is the pipeline rank that holds the stage.
@@ -124,21 +140,45 @@ class Schedule:
     def waits(self) -> dict[Action, tuple[Action, ...]]:
         """For each event all that must be over before it begins: what it needs, what its rank computes before it, and what
         stands before it in its lane. A SEND and its RECV are one event, under the name of the SEND. [Note: lanes and meetings]"""
-        found: dict[Action, list[Action]] = {}
+        names, graph = self._graph.names, self._graph.waits
+        return {names[i]: tuple(names[before] for before in graph[i]) for i in range(len(graph))}
+
+    @cached_property
+    def _graph(self) -> _Graph:
+        """`waits` by numbers: a search makes hundreds of schedules, and names are slow to look up."""
+        number: dict[Action, int] = {}
+        at: dict[Action, int] = {}
         for actions in self.order:
-            front: dict[str, Action] = {}
-            left = set(actions)
-            too_early: list[Action] = []  # handed to a lane before the rank has made what they need: it stands still at them
             for action in actions:
-                event, lane, needs = self.event(action), LANE_OF[action.kind], self.needs(action)
-                ahead = [front[name] for name in dict.fromkeys(("compute", lane)) if name in front] + too_early
-                mine = found.setdefault(event, [])
-                mine += [before for need in (*needs, *ahead) if (before := self.event(need)) != event]
-                front[lane] = action
-                left.discard(action)
-                if lane != "compute" and not left.isdisjoint(needs):
-                    too_early.append(action)
-        return {event: tuple(dict.fromkeys(before)) for event, before in found.items()}
+                event = self.event(action)
+                at[action] = number.setdefault(event, len(number))
+                at.setdefault(event, at[action])
+        names = list(number)
+        waits: list[dict[int, None]] = [{} for _ in names]
+        for actions in self.order:
+            position = {action: i for i, action in enumerate(actions)}
+            front: dict[str, int] = {}
+            too_early: list[int] = []  # handed to a lane before the rank has made what they need: it stands still at them
+            for i, action in enumerate(actions):
+                mine_at, lane, needs = at[action], LANE_OF[action.kind], self.needs(action)
+                mine = waits[mine_at]
+                for need in needs:
+                    if need not in at:  # nowhere in the schedule: a name to wait for, for ever
+                        at[need] = len(names)
+                        names.append(need)
+                    mine[at[need]] = None
+                if "compute" in front:
+                    mine[front["compute"]] = None
+                if lane in front:
+                    mine[front[lane]] = None
+                for early in too_early:
+                    mine[early] = None
+                front[lane] = mine_at
+                if lane != "compute" and any(position.get(need, -1) > i for need in needs):
+                    too_early.append(mine_at)
+        for own, before in enumerate(waits):
+            before.pop(own, None)
+        return _Graph(names, [tuple(before) for before in waits])
 
     def event(self, action: Action) -> Action:
         """A receive's send; any other action itself."""
@@ -152,21 +192,46 @@ class Schedule:
     @cached_property
     def sequence(self) -> list[Action]:
         """All events, each after what it waits for. Raises JobError saying who waits for whom where there is no such order."""
-        waits = self.waits
-        left = {event: len(before) for event, before in waits.items()}
-        after: dict[Action, list[Action]] = {}
-        for event, before in waits.items():
+        return [self._graph.names[event] for event in self._sequence]
+
+    @cached_property
+    def _sequence(self) -> list[int]:
+        names, waits = self._graph
+        left = [len(before) for before in waits]
+        after: list[list[int]] = [[] for _ in names]
+        for event, before in enumerate(waits):
             for earlier in before:
-                after.setdefault(earlier, []).append(event)
-        ready = [event for event, count in left.items() if not count]
+                after[earlier].append(event)
+        ready = [event for event, count in enumerate(left) if not count]
         for event in ready:  # grows while it is walked
-            for later in after.get(event, ()):
+            for later in after[event]:
                 left[later] -= 1
                 if not left[later]:
                     ready.append(later)
         if len(ready) < len(waits):
-            raise JobError(f"schedule {self.name} never ends: {self._stuck(waits, set(ready))}")
+            raise JobError(f"schedule {self.name} never ends: {self._stuck(self.waits, {names[event] for event in ready})}")
         return ready
+
+    @cached_property
+    def numbered(self) -> Numbered:
+        """`waits` by numbers in the order of `sequence`."""
+        names, waits = self._graph
+        new = [0] * len(names)
+        for i, event in enumerate(self._sequence):
+            new[event] = i
+        ranks = [self.rank_of[name.stage] for name in names]
+        kinds: dict[tuple[tuple[str, int], ...], int] = {}
+        events = []
+        for event in self._sequence:
+            kind, stage, _ = names[event]
+            both: tuple[tuple[str, int], ...] = ((kind, stage),)
+            if kind in ("SEND_F", "SEND_B"):
+                both = (*both, ("RECV_F", stage + 1) if kind == "SEND_F" else ("RECV_B", stage - 1))
+            rank, before = ranks[event], waits[event]
+            near = tuple([new[i] for i in before if ranks[i] == rank])
+            far = tuple([new[i] for i in before if ranks[i] != rank]) if len(near) < len(before) else ()
+            events.append((kinds.setdefault(both, len(kinds)), near, far))
+        return Numbered(tuple(kinds), tuple(events))
 
     def _stuck(self, waits: Mapping[Action, tuple[Action, ...]], done: set[Action]) -> str:
         """Where each rank stands still, and the circle in which they wait for each other (or what is not in the schedule at all)."""

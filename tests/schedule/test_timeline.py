@@ -13,7 +13,7 @@ from stretto.errors import JobError
 from stretto.schedule.action import KINDS, LANE_OF, Action, Schedule
 from stretto.schedule.pipelines import pipeline
 from stretto.schedule.step import training_step
-from stretto.schedule.timeline import Span, Timeline, chrome_trace, read_chrome_trace, simulate
+from stretto.schedule.timeline import Span, Timeline, chrome_trace, makespan, read_chrome_trace, simulate
 
 SECONDS = {"F": 1.0, "B": 2.0}
 
@@ -152,3 +152,21 @@ def test_a_chrome_trace_reads_back_as_the_timelines_it_was_written_from(drawn: l
         for mine, truth in zip(told, sorted(tuple(span) for span in written.spans), strict=True):
             assert mine[:2] == truth[:2]
             assert mine[2:] == pytest.approx(truth[2:])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "none"])
+def test_a_makespan_by_numbers_is_that_of_the_simulation(name: str) -> None:
+    """Every kind costs something else on every stage, messages too."""
+    step = training_step(pipeline(name, 4, 9))
+    costs = {(kind, stage): 0.1 + ((i * 7 + stage * 3) % 11) / 4 for i, kind in enumerate(KINDS) for stage in range(step.stages)}
+    assert makespan(step, costs) == pytest.approx(simulate(step, lambda action: costs[action.kind, action.stage]).seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_without_messages_a_result_is_under_way_as_long_as_is_said_and_never_waits_for_another(name: str) -> None:
+    compute = pipeline(name, 4, 9)
+    costs = {(kind, stage): 1.0 for kind in KINDS for stage in range(compute.stages)}
+    step = {**costs, **{(kind, stage): 0.5 for kind in LANE_OF if "_" in kind for stage in range(compute.stages)}}
+    free = makespan(compute, costs, 0.5)
+    ends = {(kind, stage): 0.0 for kind in ("REDUCE", "VOTE", "UPDATE") for stage in range(compute.stages)}
+    assert makespan(compute, costs) < free <= makespan(training_step(compute), {**step, **ends})
