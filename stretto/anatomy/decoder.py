@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from stretto.anatomy.part import ALWAYS, ONLY_NONE, UNLESS_FULL, Matmul, Part, Pass, Recompute, Saved, Scores, Weight
@@ -19,6 +20,12 @@ class Anatomy:
     @property
     def blocks(self) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part.is_block)
+
+    @cached_property
+    def like(self) -> Mapping[str, Part]:
+        """Name of each part -> the first part that takes equal time and memory; the ends of a model are each their own kind."""
+        first: dict[object, Part] = {}
+        return {part.name: first.setdefault(part.price_key if part.is_block else part.name, part) for part in self.parts}
 
     def weights(self) -> Iterator[Weight]:
         for part in self.parts:
@@ -146,12 +153,12 @@ def _block(shape: DecoderShape, n: int) -> Part:
     routed = bool(shape.experts) and n >= shape.dense_blocks
     matmuls, passes, ffn = (
         list(attention),
-        [_normed(hidden, shape.norm), _normed(hidden, shape.norm), _residual(hidden), _residual(hidden)],
+        [*(_normed(hidden, shape.norm) for _ in range(shape.norms)), _residual(hidden), _residual(hidden)],
         0,
     )
     if shape.position == "rope":
         passes.append(Pass("rope", 2 * (queries + keys), 2 * (queries + keys), 16 * (queries + keys), True))
-    if shape.head_norm:
+    if shape.head_norm or shape.width_norm:
         passes.append(_normed(queries + keys)._replace(cut=True))
     if not routed:
         more, moved = _mlp(shape, shape.ffn)
@@ -164,14 +171,19 @@ def _block(shape: DecoderShape, n: int) -> Part:
         if shape.shared_ffn:
             more, moved = _mlp(shape, shape.shared_ffn, prefix="mlp.shared")
             matmuls, passes, ffn = matmuls + more, [*passes, moved], ffn + shape.shared_ffn
-    weights = [*_norm(shape, f"{name}.norm1", name), *_norm(shape, f"{name}.norm2", name)]
+    weights = [weight for i in range(shape.norms) for weight in _norm(shape, f"{name}.norm{i + 1}", name)]
     for matmul in matmuls:
         copies = (matmul.experts,) if matmul.experts > 1 else ()
         weights.append(Weight(f"{name}.{matmul.name}.weight", (*copies, matmul.outputs, matmul.inputs), name))
-        if shape.bias:
+        if shape.bias or matmul.name in shape.biased:
             weights.append(Weight(f"{name}.{matmul.name}.bias", (*copies, matmul.outputs), name))
     if shape.head_norm:
         weights += [Weight(f"{name}.attn.{side}_norm.weight", (shape.head_dim,), name) for side in ("q", "k")]
+    if shape.width_norm:
+        weights += [Weight(f"{name}.attn.{side}_norm.weight", (width,), name) for side, width in (("q", queries), ("k", keys))]
+    if shape.latent:
+        ranks = {"q_a": shape.latent.query_rank, "kv_a": shape.latent.kv_rank}
+        weights += [Weight(f"{name}.attn.{side}_norm.weight", (rank,), name) for side, rank in ranks.items() if rank]
     inner = MLP_MATRICES[shape.mlp]
     visits = shape.chosen * hidden
     return Part(

@@ -43,6 +43,8 @@ class DecoderShape:
     norm: Literal["rms", "layer"] = "rms"
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     bias: bool = False
+    biased: tuple[str, ...] = ()  # matrices of a block that have a bias where not all have one, as attn.q
+    norms: int = 2  # of a block
     tied: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
@@ -50,6 +52,7 @@ class DecoderShape:
     dropout: float = 0.0  # share dropped of the embedding and of what each block adds to the residual stream
     attention_dropout: float = 0.0  # share dropped of attention's probabilities, which are then kept, T x T of them
     head_norm: bool = False  # queries and keys are normalised a head
+    width_norm: bool = False  # and over all heads together
     experts: int = 0  # MLPs of which each token visits `chosen`; 0 = one MLP for all
     chosen: int = 0
     expert_ffn: int = 0
@@ -81,7 +84,14 @@ class DecoderShape:
     @property
     def planned_only(self) -> str:
         """What of this shape models/decoder.py cannot build yet, in words; "" where it can build all."""
-        asks = {"experts": self.experts, "a window": self.window, "latent attention": self.latent, "normed heads": self.head_norm}
+        asks = {
+            "experts": self.experts,
+            "a window": self.window,
+            "latent attention": self.latent,
+            "normed heads": self.head_norm or self.width_norm,
+            "other norms": self.norms != 2,
+            "some biases": self.biased,
+        }
         return " and ".join(name for name, asked in asks.items() if asked)
 
     def with_(self, overrides: Mapping[str, object]) -> DecoderShape:
