@@ -43,6 +43,10 @@ class Work(NamedTuple):
         assert isinstance(other, Work)
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
+    def times(self, count: float) -> Work:
+        """Of so many parts that are alike."""
+        return Work(*(count * each for each in self))
+
     @property
     def seconds(self) -> float:
         """What is seen from outside: the host runs ahead of the device unless it is the slower one."""
@@ -52,12 +56,16 @@ class Work(NamedTuple):
 
 @dataclass
 class Costs:
-    """Prices of one setting on one cluster with one stack; each kind of part is priced once."""
+    """Prices of one setting on one cluster with one stack; each part is priced once.
+
+    known: prices that were found before; settings that differ in recompute alone may share them.
+    """
 
     setting: Setting
     cluster: Cluster
     software: Software
-    _known: dict[tuple[object, ...], Work] = field(default_factory=dict)
+    known: dict[tuple[str, str], Work] = field(default_factory=dict)
+    _products: dict[Matmul, tuple[float, float, float]] = field(default_factory=dict)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -76,15 +84,28 @@ class Costs:
     def backward(self, part: Part) -> Work:
         return self._once("B", part)
 
+    def pair(self, part: Part) -> tuple[Work, Work]:
+        """Forward and backward."""
+        return self.forward(part), self.backward(part)
+
     def weights(self, part: Part) -> float:
         """The half of a backward that nobody waits for: gradients of weights."""
-        return sum(self._matmul(matmul)[2] for matmul in part.matmuls)
+        return self._once("W", part).compute
 
     def _once(self, kind: str, part: Part) -> Work:
-        key = (kind, *part.price_key, "" if part.is_block else part.name)
-        if key not in self._known:
-            self._known[key] = self._forward(part) if kind == "F" else self._backward(part)
-        return self._known[key]
+        """F, B or W of a part; G is the B of which nothing is made again."""
+        mode = self.setting.recompute
+        key = (f"{kind} {mode}" if kind == "B" else f"{kind} {mode == 'full'}" if kind == "G" else kind, part.name)
+        if key not in self.known:
+            self.known[key] = {"F": self._forward, "B": self._backward, "G": self._gradients, "W": self._weights}[kind](part)
+        return self.known[key]
+
+    def _backward(self, part: Part) -> Work:
+        """With recompute what was not kept is computed again first."""
+        return self._once("G", part) + self._again(part)
+
+    def _weights(self, part: Part) -> Work:
+        return Work(sum(self._matmul(matmul)[2] for matmul in part.matmuls))
 
     def _forward(self, part: Part) -> Work:
         products = sum(self._matmul(matmul)[0] for matmul in part.matmuls)
@@ -97,8 +118,8 @@ class Costs:
             compute += self._loss(part)[0]
         return Work(compute, crossing, beside, self._host(part))
 
-    def _backward(self, part: Part) -> Work:
-        """The gradients of inputs and of weights; with recompute what was not kept is computed again first."""
+    def _gradients(self, part: Part) -> Work:
+        """The gradients of inputs and of weights."""
         inputs, weights = (sum(self._matmul(matmul)[i] for matmul in part.matmuls) for i in (1, 2))
         compute = inputs + weights + sum(self._pass(p)[1] for p in part.passes)
         crossing, beside = self._hidden(self._crossings(part)[1], inputs + weights)
@@ -110,13 +131,13 @@ class Costs:
             crossing += self._rows(part.scores)[1]
         if part.name == "head":
             compute += self._loss(part)[1]
-        return Work(compute, crossing, beside, self._host(part) * self.software.host_backward) + self._again(part)
+        return Work(compute, crossing, beside, self._host(part) * self.software.host_backward)
 
     def _again(self, part: Part) -> Work:
         """What recompute does in backward."""
         mode = self.setting.recompute if part.is_block else "none"
         if mode == "full":
-            return self._forward(part)
+            return self._once("F", part)
         if mode == "none":
             return Work()
         if self.software.attention == "scores":  # selective then means the scores alone (Korthikanti et al. 2022)
@@ -140,6 +161,11 @@ class Costs:
 
     def _matmul(self, matmul: Matmul) -> tuple[float, float, float]:
         """Forward, gradient of the input, gradient of the weight."""
+        if matmul not in self._products:
+            self._products[matmul] = self._multiplied(matmul)
+        return self._products[matmul]
+
+    def _multiplied(self, matmul: Matmul) -> tuple[float, float, float]:
         setting, kernels, tp = self.setting, self.kernels, self.setting.size["tp"]
         rows, count = float(setting.tokens), 1.0
         if matmul.experts > 1:  # the experts here serve tokens of all ep ranks
@@ -202,7 +228,8 @@ class Costs:
 
     def _regathers(self, part: Part) -> float:
         """Inputs of cut matrices, gathered again for the gradients of their weights."""
-        return self._enters(part)[0] if self.setting.sequence and self.software.regather else 0.0
+        way, made = self.software.regather, self.setting.recompute == "full" and part.is_block
+        return self._enters(part)[0] if self.setting.sequence and (way == "always" or (way == "kept" and not made)) else 0.0
 
     def _enters(self, part: Part) -> tuple[float, float]:
         """Values enter what tp cuts: matrices that share an input enter once."""

@@ -10,7 +10,7 @@ from stretto.anatomy import Matmul, Part, Recompute
 from stretto.layout.zero import Kind, held_elements
 from stretto.plan.setting import Setting, dtype_bytes
 from stretto.plan.software import Software
-from stretto.schedule.action import Schedule
+from stretto.plan.stages import Moment, Stage
 
 #: Bytes of a logit that the loss keeps or makes on its way: 16 bits and fp32 copies, softmax and gradient (REFERENCE B6).
 LOGIT_BYTES = {"fused": 6, "compiled": 12, "eager": 14}
@@ -34,6 +34,9 @@ class Share(NamedTuple):
     def __add__(self, other: object) -> Share:
         assert isinstance(other, Share)
         return Share(self.dense + other.dense, self.experts + other.experts)
+
+    def times(self, count: float) -> Share:
+        return Share(count * self.dense, count * self.experts)
 
     @property
     def elements(self) -> float:
@@ -102,93 +105,110 @@ def saved_bytes(part: Part, setting: Setting, software: Software, recompute: Rec
     return total
 
 
-def rank_memory(
-    stages: Sequence[tuple[int, tuple[Part, ...]]], setting: Setting, software: Software, schedule: Schedule, rank: int
-) -> Memory:
-    """What pipeline rank `rank` holds. stages: (number, parts) of each of its stages. schedule: the step, long enough to be full."""
-    policy = setting.policy
-    shares = [share(part, setting) for _, parts in stages for part in parts]
+class PartBytes(NamedTuple):
+    """What passing one microbatch through a part takes on one rank. saved: until its backward; working: beside that, while it runs;
+    gradient: of its largest matrix, on the way into the sums."""
 
-    def held(kind: Kind) -> float:
-        return float(
-            sum(
-                held_elements(policy, round(each.dense), setting.shards)[kind]
-                + held_elements(policy, round(each.experts), setting.expert_shards)[kind]
-                for each in shares
+    saved: float
+    working: float
+    gradient: float
+
+
+class Sizes:
+    """Weights and bytes of parts, each counted once; settings that differ in dp, pp, ZeRO and schedule alone may share them."""
+
+    def __init__(self, setting: Setting, software: Software) -> None:
+        self.setting, self.software = setting, software
+        self._shares: dict[str, Share] = {}
+        self._bytes: dict[str, PartBytes] = {}
+
+    def share(self, part: Part) -> Share:
+        """What a rank has of a part's weights."""
+        if part.name not in self._shares:
+            self._shares[part.name] = share(part, self.setting)
+        return self._shares[part.name]
+
+    def bytes_(self, part: Part) -> PartBytes:
+        if part.name not in self._bytes:
+            self._bytes[part.name] = PartBytes(
+                saved_bytes(part, self.setting, self.software, _mode(part, self.setting)),
+                working_bytes(part, self.setting, self.software),
+                widest_gradient(part, self.setting, self.software),
             )
-        )
+        return self._bytes[part.name]
 
+
+def rank_memory(stages: Sequence[Stage], setting: Setting, software: Software, moments: Sequence[Moment], sizes: Sizes) -> Memory:
+    """What a pipeline rank with these stages holds. moments: the fullest of its step."""
+    policy = setting.policy
+    shares = [(sizes.share(part), count) for stage in stages for part, count in stage.kinds]
+    held: dict[Kind, float] = {"param": 0.0, "grad": 0.0, "optim": 0.0}
+    for each, count in shares:
+        dense = held_elements(policy, round(each.dense), setting.shards)
+        experts = held_elements(policy, round(each.experts), setting.expert_shards)
+        for kind in held:
+            held[kind] += count * (dense[kind] + experts[kind])
     master = dtype_bytes(setting.master)
-    moments = {"adamw": 2, "sgd": 0}.get(setting.optimizer, 1)
+    moments_of_optimizer = {"adamw": 2, "sgd": 0}.get(setting.optimizer, 1)
     separate = setting.master != setting.compute
-    largest = max((each.elements for each in shares), default=0.0)
+    largest = max((each.elements for each, _ in shares), default=0.0)
     buffers = software.buckets if policy.stage and setting.bytes_ == 2 else 0.0
     if "param" in policy.cut:
-        buffers += UNITS * largest * setting.bytes_
+        whole = sum(count * each.elements for each, count in shares)
+        buffers += (min(UNITS * largest, whole) if policy.params == "microbatch" else whole) * setting.bytes_
     if policy.gradients == "each" and "grad" in policy.cut:
         buffers += UNITS * largest * dtype_bytes(setting.reduce)
     twice = software.two_gradients and setting.reduce != setting.compute
     return Memory(
-        held("param") * dtype_bytes(setting.compute, 2),
-        held("grad") * (dtype_bytes(setting.reduce) + twice * dtype_bytes(setting.compute, 2)),
-        held("optim") * master * (moments + separate + (software.wide_part and setting.reduce == "fp16")),
-        fullest(stages, setting, software, schedule, rank),
+        held["param"] * dtype_bytes(setting.compute, 2),
+        held["grad"] * (dtype_bytes(setting.reduce) + twice * dtype_bytes(setting.compute, 2)),
+        held["optim"] * master * (moments_of_optimizer + separate + (software.wide_part and setting.reduce == "fp16")),
+        fullest(stages, setting, software, moments, sizes),
         buffers,
         software.context,
     )
 
 
-def fullest(stages: Sequence[tuple[int, tuple[Part, ...]]], setting: Setting, software: Software, schedule: Schedule, rank: int) -> float:
+def fullest(stages: Sequence[Stage], setting: Setting, software: Software, moments: Sequence[Moment], sizes: Sizes) -> float:
     """Activation bytes at the fullest moment of the step: microbatches under way, and what the backward of one adds."""
-    kept = {number: sum(saved_bytes(part, setting, software, _mode(part, setting)) for part in parts) for number, parts in stages}
-    if setting.size["pp"] > 1:
-        handed = setting.tokens * _hidden(stages) * setting.bytes_ / (setting.size["tp"] if setting.sequence else 1)
-        kept = {number: bytes_ + software.keeps * handed for number, bytes_ in kept.items()}
-    extra = {number: working_bytes(parts, setting, software) for number, parts in stages}
-    now = most = 0.0
-    for action in schedule.order[rank]:
-        if action.kind == "F":
-            now += kept[action.stage]
-        if action.kind in ("F", "B", "I", "W"):
-            most = max(most, now + extra[action.stage])
-        if action.kind in ("B", "W"):
-            now -= kept[action.stage]
-    return most
+    kept, extra = [], []
+    for stage in stages:
+        parts = [(sizes.bytes_(part), count) for part, count in stage.kinds]
+        kept.append(sum(count * part.saved for part, count in parts) + handed_bytes(stage, setting, software))
+        extra.append(max(part.working for part, _ in parts) + max(part.gradient for part, _ in parts))
+    return max(sum(n * bytes_ for n, bytes_ in zip(moment.held, kept, strict=True)) + extra[moment.runs] for moment in moments)
+
+
+def handed_bytes(stage: Stage, setting: Setting, software: Software) -> float:
+    """Hidden states that a stage keeps of a microbatch to hand them on."""
+    if setting.size["pp"] == 1:
+        return 0.0
+    hidden = next((part.saved[0].per_token for part, _ in stage.kinds if part.is_block), 0.0)
+    return software.keeps * setting.tokens * hidden * setting.bytes_ / (setting.size["tp"] if setting.sequence else 1)
 
 
 def _mode(part: Part, setting: Setting) -> Recompute:
     return setting.recompute if part.is_block else "none"
 
 
-def _hidden(stages: Sequence[tuple[int, tuple[Part, ...]]]) -> float:
-    """Elements of a token's hidden state."""
-    return next((part.saved[0].per_token for _, parts in stages for part in parts if part.is_block), 0.0)
+def working_bytes(part: Part, setting: Setting, software: Software) -> float:
+    """What passing one microbatch through a part needs beside what it keeps: the logits, or a block made again, or gradients."""
+    tp, needs = setting.size["tp"], 0.0
+    if part.is_block and setting.recompute != "none":
+        needs = saved_bytes(part, setting, software, "none") - saved_bytes(part, setting, software, setting.recompute)
+    if part.name == "head":
+        return setting.tokens * part.matmuls[0].outputs / tp * LOGIT_BYTES[software.loss]
+    if part.matmuls:
+        widest = max(max(matmul.inputs, matmul.outputs) * matmul.chosen / (tp if matmul.cut != "none" else 1) for matmul in part.matmuls)
+        needs += 2 * setting.tokens * widest * setting.bytes_  # its gradient, and that of what it was made from
+    return needs
 
 
-def working_bytes(parts: Sequence[Part], setting: Setting, software: Software) -> float:
-    """What passing one microbatch through a stage needs beside what it keeps: the logits, or a block made again, or gradients."""
-    most = 0.0
-    tp = setting.size["tp"]
-    for part in parts:
-        needs = 0.0
-        if part.is_block and setting.recompute != "none":
-            needs = saved_bytes(part, setting, software, "none") - saved_bytes(part, setting, software, setting.recompute)
-        if part.name == "head":
-            needs = setting.tokens * part.matmuls[0].outputs / tp * LOGIT_BYTES[software.loss]
-        elif part.matmuls:
-            widest = max(
-                max(matmul.inputs, matmul.outputs) * matmul.chosen / (tp if matmul.cut != "none" else 1) for matmul in part.matmuls
-            )
-            needs += 2 * setting.tokens * widest * setting.bytes_  # its gradient, and that of what it was made from
-        most = max(most, needs)
-    return most + widest_gradient(parts, setting, software)
-
-
-def widest_gradient(parts: Sequence[Part], setting: Setting, software: Software) -> float:
-    """The gradient of the largest matrix on its way into the sums. Stacks that fuse gate and up have them as one matrix, and its
-    gradient is as wide as the sums where the product adds to them."""
-    sizes = [matmul.inputs * matmul.outputs for part in parts if part.is_block for matmul in part.matmuls if matmul.experts == 1]
-    gated = any(matmul.name == "mlp.gate" for part in parts for matmul in part.matmuls)
+def widest_gradient(part: Part, setting: Setting, software: Software) -> float:
+    """The gradient of a block's largest matrix on its way into the sums. Stacks that fuse gate and up have them as one matrix, and
+    its gradient is as wide as the sums where the product adds to them."""
+    sizes = [matmul.inputs * matmul.outputs for matmul in part.matmuls if part.is_block and matmul.experts == 1]
+    gated = any(matmul.name == "mlp.gate" for matmul in part.matmuls)
     fused = software.accumulate == "fused"
     width = dtype_bytes(setting.reduce) if fused else setting.bytes_
     return max(sizes, default=0) * (GATED if fused and gated else 1) / setting.size["tp"] * width

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
 from stretto.anatomy import Anatomy, Part
-from stretto.layout.layout import split
-from stretto.plan.cost import Costs, Work
+from stretto.plan.cost import Work
 from stretto.plan.hardware import Cluster
-from stretto.plan.memory import Memory, Share, rank_memory, share
+from stretto.plan.known import SPLIT, Known, Schedules
+from stretto.plan.memory import Memory, Share, rank_memory
 from stretto.plan.setting import Setting, dtype_bytes
 from stretto.plan.software import STRETTO, Software
+from stretto.plan.stages import Stage, stages_of_ranks
 from stretto.plan.traffic import Seats, collective_seconds, message_seconds
-from stretto.schedule.action import Action, Schedule
-from stretto.schedule.pipelines import PIPELINES, pipeline, ranks_of_stages
-from stretto.schedule.step import training_step
-from stretto.schedule.timeline import Timeline, simulate
+from stretto.schedule.action import Schedule
+from stretto.schedule.pipelines import FILE
+from stretto.schedule.timeline import Timeline, makespan, simulate
 
 #: Share of its time that a kernel loses to a collective running beside it.
 STOLEN = 0.15
@@ -26,8 +26,8 @@ STOLEN = 0.15
 STRAGGLE = 0.006
 #: Seconds that the host takes once a step.
 HOST_STEP = 2e-3
-#: Rounds of pp microbatches after which a pipeline repeats itself.
-STEADY = 4
+#: Rounds of pp microbatches, and microbatches, after which a pipeline repeats itself.
+STEADY, SETTLED = 4, 32
 
 
 @dataclass(frozen=True)
@@ -51,77 +51,72 @@ class Prediction:
         return self.reduce + self.gather + self.crossing + self.messages
 
 
-def stage_parts(anatomy: Anatomy, setting: Setting) -> list[tuple[Part, ...]]:
-    """The parts of each stage: blocks as evenly as can be, what is before them with the first, what is after with the last."""
-    first = next(i for i, part in enumerate(anatomy.parts) if part.is_block)
-    blocks = anatomy.blocks
-    before, after = anatomy.parts[:first], anatomy.parts[first + len(blocks) :]
-    stages: list[tuple[Part, ...]] = []
-    at = 0
-    for stage in range(setting.stages):
-        start, stop = split(len(blocks), setting.stages, stage)
-        size = setting.layers[stage] if setting.layers else stop - start
-        stages.append(blocks[at : at + size])
-        at += size
-    stages[0] = before + stages[0]
-    stages[-1] = stages[-1] + after
-    return stages
-
-
-class Schedules:
-    """The ground's schedules, each made once: thousands of settings ask for the same few."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, int, int, int, bool], Schedule] = {}
-
-    def compute(self, name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-        """Only what is computed."""
-        key = (name, ranks, microbatches, chunks, False)
-        if key not in self._made:
-            self._made[key] = pipeline(name, ranks, microbatches, chunks)
-        return self._made[key]
-
-    def step(self, name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-        """The whole step that the engine runs."""
-        key = (name, ranks, microbatches, chunks, True)
-        if key not in self._made:
-            self._made[key] = training_step(self.compute(name, ranks, microbatches, chunks))
-        return self._made[key]
-
-
 class Predictor:
     """One setting on one cluster: what its step takes and holds."""
 
     def __init__(
-        self, anatomy: Anatomy, setting: Setting, cluster: Cluster, software: Software = STRETTO, schedules: Schedules | None = None
+        self,
+        anatomy: Anatomy,
+        setting: Setting,
+        cluster: Cluster,
+        software: Software = STRETTO,
+        schedules: Schedules | None = None,
+        known: Known | None = None,
     ) -> None:
-        self.schedules = schedules or Schedules()
+        """known: what other settings of this model, cluster and software have made."""
+        self.known = known or Known(anatomy, cluster, software, schedules)
+        self.schedules = self.known.schedules
         self.anatomy, self.setting, self.cluster, self.software = anatomy, setting, cluster, software
-        self.costs = Costs(setting, cluster, software)
-        self.stages = stage_parts(anatomy, setting)
-        self._shares: dict[tuple[object, ...], Share] = {}
+        self.costs = self.known.costs(setting)
+        self.sizes = self.known.sizes(setting)
+        self._works: dict[str, tuple[Work, Work]] = {}
+        self._stage_works: dict[int, tuple[Work, Work]] = {}
+        self._ends: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self.zero_seats = Seats.of(setting.mesh, ("dp", "cp", "ep"), cluster.per_node)
         self.expert_seats = Seats.of(setting.mesh, ("dp", "cp"), cluster.per_node)
         self.copy_seats = Seats.of(setting.mesh, ("dp_replicate",), cluster.per_node)
+
+    @staticmethod
+    def of(known: Known, setting: Setting) -> Predictor:
+        """Of a setting, with what others of its model, cluster and software have made."""
+        return Predictor(known.anatomy, setting, known.cluster, known.software, known=known)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.known.stages(self.setting)
 
     # -- one stage -------------------------------------------------------------------------------------------------
 
     def work(self, stage: int) -> tuple[Work, Work]:
         """Forward and backward of one microbatch through a stage, with the collectives of ZeRO that run beside them."""
+        like = self.stages[stage].like
+        if like not in self._stage_works:
+            self._stage_works[like] = self.work_of(self.stages[like].kinds)
+        return self._stage_works[like]
+
+    def work_of(self, kinds: Iterable[tuple[Part, int]]) -> tuple[Work, Work]:
+        """Of parts, each so many times."""
         forward, backward = Work(), Work()
-        policy = self.setting.policy
-        fetches = policy.params == "microbatch"
-        for part in self.stages[stage]:
-            f, b = self.costs.forward(part), self.costs.backward(part)
-            if fetches and policy.does("before_forward", ("all_gather", "param")):
-                f = beside(f, self.collective("all_gather", self.share(part), self.setting.compute))
-            if fetches and policy.does("before_backward", ("all_gather", "param")):
-                again = self.collective("all_gather", self.share(part), self.setting.compute)
-                b = beside(b, again) if self.software.backward_gather == "overlap" else b._replace(crossing=b.crossing + again)
-            if policy.does("after_backward", ("reduce_scatter", "grad")):
-                b = beside(b, self.collective("reduce_scatter", self.share(part), self.setting.reduce))
-            forward, backward = forward + f, backward + b
+        for part, count in kinds:
+            f, b = self.pair(part)
+            forward, backward = forward + f.times(count), backward + b.times(count)
         return forward, backward
+
+    def pair(self, part: Part) -> tuple[Work, Work]:
+        """Forward and backward of one part."""
+        if part.name not in self._works:
+            self._works[part.name] = self._beside_zero(part, *self.costs.pair(part))
+        return self._works[part.name]
+
+    def _beside_zero(self, part: Part, f: Work, b: Work) -> tuple[Work, Work]:
+        policy = self.setting.policy
+        if policy.params == "microbatch" and policy.does("before_forward", ("all_gather", "param")):
+            gather = self.collective("all_gather", self.share(part), self.setting.compute)
+            f = beside(f, gather)
+            b = beside(b, gather) if self.software.backward_gather == "overlap" else b._replace(crossing=b.crossing + gather)
+        if policy.does("after_backward", ("reduce_scatter", "grad")):
+            b = beside(b, self.collective("reduce_scatter", self.share(part), self.setting.reduce))
+        return f, b
 
     def collective(self, name: str, share: Share, dtype: str) -> float:
         """Seconds of a ZeRO collective over what the ranks share, and over their experts."""
@@ -131,12 +126,11 @@ class Predictor:
 
     def share(self, part: Part) -> Share:
         """What this rank has of a part's weights."""
-        if part.price_key not in self._shares or not part.is_block:
-            self._shares[part.price_key] = share(part, self.setting)
-        return self._shares[part.price_key]
+        return self.sizes.share(part)
 
     def shares(self, stages: Sequence[int]) -> Share:
-        return sum((self.share(part) for stage in stages for part in self.stages[stage]), Share())
+        """What this rank has of the weights of its stages."""
+        return sum((self.share(part).times(count) for stage in stages for part, count in self.stages[stage].kinds), Share())
 
     # -- the pipeline ----------------------------------------------------------------------------------------------
 
@@ -153,66 +147,89 @@ class Predictor:
     def predict(self) -> Prediction:
         """One step: the ground's schedule, each action with its seconds."""
         setting = self.setting
-        works = [self.work(stage) for stage in range(setting.stages)]
-        seconds = self.seconds(works)
-        makespan = self.makespan(lambda action: seconds.get((action.kind, action.stage), 0.0))
-        busy = [0.0] * setting.size["pp"]
-        for stage, rank in enumerate(self.ranks_of):
-            busy[rank] += setting.microbatches * (seconds["F", stage] + seconds["B", stage])
+        seconds = self.seconds()
+        makespan = self.makespan(seconds)
         fixed = max(seconds["REDUCE", stage] + seconds["UPDATE", stage] for stage in range(setting.stages))
-        crossing = setting.microbatches * max(
-            sum(work.crossing for stage in self.of_rank(rank) for work in works[stage]) for rank in range(setting.size["pp"])
-        )
-        first = self.of_rank(0)
+        busy = max(sum(seconds[kind, stage] for stage in stages for kind in "FB") for stages in self.ranks)
+        crossing = max(sum(work.crossing for stage in stages for work in self.work(stage)) for stages in self.ranks)
+        reduce, gather, update = self.ends(self.ranks[0])
         return Prediction(
-            makespan * (1 + STRAGGLE * log2(self.cluster.nodes)),
+            makespan * straggle(self.cluster),
             makespan - fixed,
-            self.reduce(first, works),
-            self.gather(first, works),
-            self.update(first),
-            max(0.0, 1 - max(busy) / (makespan - fixed)),
-            crossing,
+            reduce,
+            gather,
+            update,
+            max(0.0, 1 - setting.microbatches * busy / (makespan - fixed)),
+            setting.microbatches * crossing,
             2 * setting.microbatches * self.message() * (setting.size["pp"] > 1),
         )
 
-    def seconds(self, works: Sequence[tuple[Work, Work]]) -> dict[tuple[str, int], float]:
+    def seconds(self) -> dict[tuple[str, int], float]:
         """(kind, stage) -> seconds of each action. Where a stack waits for its messages, they are part of what waits."""
-        setting = self.setting
         message = self.message()
         wait = message if self.software.messages == "wait" else 0.0
+        last = self.setting.stages - 1
         found: dict[tuple[str, int], float] = {}
-        for stage, (f, b) in enumerate(works):
-            first, last = stage == 0, stage == setting.stages - 1
-            weights = sum(self.costs.weights(part) for part in self.stages[stage])
-            found["F", stage] = f.seconds + (0.0 if first else wait)
-            found["B", stage] = b.seconds + (0.0 if last else wait)
-            found["W", stage] = weights
-            found["I", stage] = max(0.0, found["B", stage] - weights)
+        weights: dict[int, float] = {}
+        for stage in self.stages:
+            number, like = stage.number, stage.like
+            if like not in weights:
+                weights[like] = sum(count * self.costs.weights(part) for part, count in stage.kinds)
+            f, b = self.work(number)
+            found["F", number] = f.seconds + (wait if number else 0.0)
+            found["B", number] = backward = b.seconds + (wait if number < last else 0.0)
+            found["W", number] = weights[like]
+            found["I", number] = max(0.0, backward - weights[like])
             for kind in ("SEND_F", "SEND_B", "RECV_F", "RECV_B"):
-                found[kind, stage] = message - wait
-            rank = self.of_rank(self.ranks_of[stage])
-            found["REDUCE", stage] = self.reduce(rank, works) / len(rank)
-            found["UPDATE", stage] = self.update(rank) + self.gather(rank, works)
+                found[kind, number] = message - wait
+        for stages in self.ranks:
+            reduce, gather, update = self.ends(stages)
+            for number in stages:
+                found["REDUCE", number] = reduce / len(stages)
+                found["UPDATE", number] = update + gather
         return found
+
+    def ends(self, stages: Sequence[int]) -> tuple[float, float, float]:
+        """Seconds of what a rank with these stages does once a step: reduce, gather, update."""
+        key = tuple(self.stages[stage].like for stage in stages)
+        if key not in self._ends:
+            self._ends[key] = self._reduce(stages), self._gather(stages), self._update(stages)
+        return self._ends[key]
 
     @cached_property
     def ranks_of(self) -> tuple[int, ...]:
-        setting = self.setting
-        return ranks_of_stages(setting.size["pp"], setting.chunks, PIPELINES[setting.schedule].vee)
+        return self.known.ranks_of(self.setting)
 
-    def of_rank(self, rank: int) -> list[int]:
-        return [stage for stage, holder in enumerate(self.ranks_of) if holder == rank]
+    @property
+    def splits(self) -> bool:
+        """Whether a microbatch's weight gradients may be put off."""
+        name = self.setting.schedule
+        return name in SPLIT or (name.startswith(FILE) and any(a.kind == "I" for rank in self.schedule(1).order for a in rank))
 
-    def makespan(self, seconds: Callable[[Action], float]) -> float:
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each pipeline rank."""
+        return stages_of_ranks(self.ranks_of)
+
+    def makespan(self, seconds: Mapping[tuple[str, int], float]) -> float:
         """Of the simulated step. Long steps repeat: two shorter ones, a round apart, give the seconds that each round adds."""
         p, m = self.setting.size["pp"], self.setting.microbatches
         if p == 1 and self.setting.chunks == 1:  # one after the other: nothing to simulate
-            ends = sum(seconds(Action(kind, 0)) for kind in ("REDUCE", "VOTE", "UPDATE"))
-            return m * (seconds(Action("F", 0, 0)) + seconds(Action("B", 0, 0))) + ends
-        rounds = max(0, (m - STEADY * p) // p)
-        short = m - rounds * p
-        first = simulate(self.schedule(short), seconds).seconds
-        return first if not rounds else first + rounds * (simulate(self.schedule(short + p), seconds).seconds - first)
+            ends = sum(seconds.get((kind, 0), 0.0) for kind in ("REDUCE", "VOTE", "UPDATE"))
+            return m * (seconds["F", 0] + seconds["B", 0]) + ends
+        first = makespan(self.schedule(self.short), seconds)
+        return first if not self.rounds else first + self.rounds * (makespan(self.schedule(self.short + p), seconds) - first)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of a long step that are not simulated, since they repeat."""
+        p, m = self.setting.size["pp"], self.setting.microbatches
+        return 0 if self.setting.schedule.startswith(FILE) else max(0, (m - max(STEADY * p, SETTLED)) // p)
+
+    @property
+    def short(self) -> int:
+        """Microbatches of the step without these rounds."""
+        return self.setting.microbatches - self.rounds * self.setting.size["pp"]
 
     def schedule(self, microbatches: int) -> Schedule:
         """The whole step that the engine would run, of so many microbatches."""
@@ -221,12 +238,12 @@ class Predictor:
 
     def timeline(self) -> Timeline:
         """When each action of the step would run."""
-        seconds = self.seconds([self.work(stage) for stage in range(self.setting.stages)])
+        seconds = self.seconds()
         return simulate(self.schedule(self.setting.microbatches), lambda action: seconds.get((action.kind, action.stage), 0.0))
 
     # -- once a step -----------------------------------------------------------------------------------------------
 
-    def reduce(self, stages: Sequence[int], works: Sequence[tuple[Work, Work]]) -> float:
+    def _reduce(self, stages: Sequence[int]) -> float:
         """Exposed seconds of the gradients' reduction after the last microbatch."""
         setting, policy = self.setting, self.setting.policy
         mine = self.shares(stages)
@@ -241,24 +258,24 @@ class Predictor:
             else:
                 both = Seats.of(setting.mesh, ("dp_replicate", "dp", "cp", "ep"), self.cluster.per_node)
                 total = collective_seconds(self.cluster, both, "all_reduce", mine.elements * width)
-        return self.exposed(total, stages, [works[stage][1].seconds for stage in stages], self.software.reduce)
+        return self.exposed(total, stages, [self.work(stage)[1].seconds for stage in stages], self.software.reduce)
 
-    def gather(self, stages: Sequence[int], works: Sequence[tuple[Work, Work]]) -> float:
+    def _gather(self, stages: Sequence[int]) -> float:
         """Exposed seconds of bringing the updated parameters to everybody."""
         if not self.setting.policy.does("after_step", ("all_gather", "param")):
             return 0.0
         total = self.collective("all_gather", self.shares(stages), self.setting.compute)
-        return self.exposed(total, stages, [works[stage][0].seconds for stage in stages], self.software.gather)
+        return self.exposed(total, stages, [self.work(stage)[0].seconds for stage in stages], self.software.gather)
 
     def exposed(self, seconds: float, stages: Sequence[int], covers: Sequence[float], way: str) -> float:
         """What is seen of collectives that run group by group beside one microbatch's pass: the last group, and what is longer."""
         if way == "after":
             return seconds
-        groups = max(1, sum(len(self.stages[stage]) for stage in stages))
+        groups = max(1, sum(len(self.stages[stage].parts) for stage in stages))
         cover = sum(covers)
         return max(seconds / groups, seconds - cover * (groups - 1) / groups) + STOLEN * min(seconds, cover)
 
-    def update(self, stages: Sequence[int]) -> float:
+    def _update(self, stages: Sequence[int]) -> float:
         """The norm of the gradient, the optimizer's passes over what this rank updates, and clearing the gradients."""
         setting, policy = self.setting, self.setting.policy
         mine = self.shares(stages)
@@ -273,10 +290,14 @@ class Predictor:
     def memory(self, rank: int) -> Memory:
         """What a rank of pipeline rank `rank` holds at most."""
         setting = self.setting
-        full = min(setting.microbatches, max(3 * setting.size["pp"], PIPELINES[setting.schedule].least(setting.size["pp"])))
-        stages = [(stage, self.stages[stage]) for stage in self.of_rank(rank)]
-        schedule = self.schedules.compute(setting.schedule, setting.size["pp"], full, setting.chunks)
-        return rank_memory(stages, setting, self.software, schedule, rank)
+        stages = [self.stages[stage] for stage in self.ranks[rank]]
+        moments = self.schedules.moments(setting.schedule, setting.size["pp"], setting.microbatches, setting.chunks, rank)
+        return rank_memory(stages, setting, self.software, moments, self.sizes)
+
+
+def straggle(cluster: Cluster) -> float:
+    """What waiting for the slowest machine makes of a step."""
+    return 1 + STRAGGLE * log2(cluster.nodes)
 
 
 def beside(work: Work, collectives: float) -> Work:

@@ -19,7 +19,7 @@ class Setting:
     """Sizes of one step. batch: rows of the whole job; micro_size: rows a forward of one dp rank; seq_len: tokens a row.
 
     sequence: with tp, what lies outside the cut matrices is cut by tokens (sequence parallelism). layers: blocks of each stage
-    where they are not even.
+    where they are not even; split: the first part of each later stage, where they are cut by hand.
     """
 
     mesh: Mesh
@@ -37,6 +37,7 @@ class Setting:
     master: str = "fp32"
     sequence: bool = True
     layers: tuple[int, ...] = ()
+    split: tuple[str, ...] = ()
     optimizer: str = "adamw"
 
     @staticmethod
@@ -57,6 +58,8 @@ class Setting:
             job.precision.compute,
             job.precision.reduce,
             job.precision.master,
+            sequence=job.tensor.sequence is not False,
+            split=job.pipeline.split,
             optimizer=job.optimizer.name,
         )
 

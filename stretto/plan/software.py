@@ -47,8 +47,8 @@ class Software:
     tensor: Literal["none", "overlap", "ring"] = "none"
     #: Share of a crossing that "ring" hides.
     ring: float = 0.85
-    #: Whether backward gathers the inputs of cut matrices anew (with sequence parallelism).
-    regather: bool = False
+    #: Whether backward gathers the inputs of cut matrices anew (with sequence parallelism); "kept": where they are not made again.
+    regather: Literal["never", "kept", "always"] = "never"
     #: Whether a rank waits for its messages to other stages, or computes beside them.
     messages: Literal["overlap", "wait"] = "wait"
     #: With cp, whether ranks have equal shares of a causal row's work; else the last has twice the mean.
@@ -61,6 +61,11 @@ class Software:
     narrow: float = 1.0
     #: Whether values are gathered over tp in 8 bits.
     narrow_gather: bool = False
+
+    #: Whether blocks are compiled.
+    compiled: bool = False
+    #: How a model is cut in stages: as many blocks each, or so that the busiest rank has as little work as can be.
+    stages: Literal["even", "work"] = "even"
 
     # -- gradients and memory --------------------------------------------------------------------------------------
     #: Dtype in which gradients are added; "fp16": that of compute where it is fp16.
@@ -87,13 +92,16 @@ class Software:
     optimizer_bytes: int = 30
 
 
-STRETTO = Software("stretto", "portable", fused=frozenset({"gather"}), messages="overlap", host=600 * MICRO)
+#: Ours, block by block as Python calls it. On a Hopper or Blackwell chip torch's attention is cuDNN's, which is made for it.
+STRETTO = Software("stretto", fused=frozenset({"gather"}), regather="kept", messages="overlap", stages="work", host=600 * MICRO)
+#: Ours with compile="block": passes become one kernel each, and what a cut layer was given is kept whole.
+STRETTO_COMPILED = replace(STRETTO, name="stretto, compiled", compiled=True, fused=ALL, regather="never", host=200 * MICRO)
 
 _MEGATRON_2020 = Software(
     "Megatron-LM 2020", "scores", accumulate="none", reduce="after", gather="after", dropout=True, sums_in="compute"
 )  # fmt: skip
 _MEGATRON_CORE = Software(
-    "Megatron-Core 2024", loss="fused", accumulate="fused", tensor="ring", regather=True, messages="overlap", cast=4.0, host=200 * MICRO
+    "Megatron-Core 2024", loss="fused", accumulate="fused", tensor="ring", regather="always", messages="overlap", cast=4.0, host=200 * MICRO
 )
 _COMPILED = Software(
     "FSDP, compiled", "portable", loss="compiled", again=0.5, zigzag=False, cast=4.0, narrow_gather=True, host=200 * MICRO
@@ -105,9 +113,10 @@ STACKS: Mapping[str, Software] = MappingProxyType(
         software.name: software
         for software in (
             STRETTO,
+            STRETTO_COMPILED,
             _MEGATRON_2020,
             replace(_MEGATRON_2020, name="Megatron-LM 2021"),
-            replace(_MEGATRON_2020, name="Megatron-LM 2022", tensor="overlap", accumulate="fused", regather=True, sums_in="fp32"),
+            replace(_MEGATRON_2020, name="Megatron-LM 2022", tensor="overlap", accumulate="fused", regather="always", sums_in="fp32"),
             replace(
                 _MEGATRON_2020, name="Megatron-DeepSpeed", accumulate="separate", sums_in="fp16", usual="fp16", two_gradients=True,
                 wide_part=True, keeps=2, buckets=4e9, context=6.5e9, host=950 * MICRO, host_backward=1.8,

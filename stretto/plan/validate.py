@@ -10,7 +10,8 @@ from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 
-from stretto.plan.predict import Predictor, Schedules
+from stretto.plan.known import Schedules
+from stretto.plan.predict import Predictor
 from stretto.plan.published import Run, Skipped, read_runs
 
 #: Runs of one sweep that are closer than this are not told apart by repeating them.

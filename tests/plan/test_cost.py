@@ -15,7 +15,7 @@ from stretto.plan.software import STACKS, STRETTO, Software
 
 LLAMA = Anatomy.of_decoder(DECODERS["llama3-8b"])
 CLUSTER = Cluster.of("2x8 h100")
-FREE = replace(STRETTO, host=0.0)
+FREE = replace(STRETTO, host=0.0, regather="never")
 
 
 def costs(software: Software = FREE, words: str = "", cluster: Cluster = CLUSTER, **sizes: object) -> Costs:
@@ -41,6 +41,15 @@ def test_full_recompute_adds_a_forward_to_a_blocks_backward_and_nothing_to_the_h
 def test_selective_recompute_lies_between() -> None:
     none, some, all_ = (costs(recompute=mode).backward(LLAMA.blocks[0]).seconds for mode in ("none", "selective", "full"))
     assert none < some < all_
+
+
+def test_what_a_cut_layer_was_given_is_gathered_again_where_it_is_not_made_again() -> None:
+    block = LLAMA.blocks[0]
+    kept = replace(FREE, regather="kept")
+    plain, again = (costs(software, "tp=8").backward(block).crossing for software in (FREE, kept))
+    assert again == pytest.approx(1.5 * plain)  # one crossing more for each two
+    full = [costs(software, "tp=8", recompute="full").backward(block).crossing for software in (FREE, kept)]
+    assert full[0] == full[1]
 
 
 @pytest.mark.parametrize("sequence", [True, False])

@@ -8,10 +8,12 @@ import pytest
 
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.layout.mesh import Mesh
+from stretto.layout.stages import Item, split_model
 from stretto.plan.hardware import Cluster
-from stretto.plan.predict import Predictor, Schedules, predict, stage_parts
+from stretto.plan.known import Known, Schedules
+from stretto.plan.predict import Predictor, predict
 from stretto.plan.setting import Setting
-from stretto.plan.software import STRETTO
+from stretto.plan.software import STACKS, STRETTO, Software
 from stretto.schedule.timeline import simulate
 
 LLAMA = Anatomy.of_decoder(DECODERS["llama3-8b"])
@@ -34,10 +36,9 @@ def predictor(words: str = "dp=16", **sizes: object) -> Predictor:
 @pytest.mark.parametrize("batch", [64, 128, 208])
 def test_a_long_step_is_foretold_from_short_ones_as_if_simulated_whole(schedule: str, chunks: int, batch: int) -> None:
     chosen = predictor("pp=4 dp=4", schedule=schedule, chunks=chunks, batch=batch)
-    works = [chosen.work(stage) for stage in range(chosen.setting.stages)]
-    seconds = chosen.seconds(works)
+    seconds = chosen.seconds()
     whole = simulate(chosen.schedule(chosen.setting.microbatches), lambda a: seconds.get((a.kind, a.stage), 0.0)).seconds
-    assert chosen.makespan(lambda a: seconds.get((a.kind, a.stage), 0.0)) == pytest.approx(whole, rel=2e-3)
+    assert chosen.makespan(seconds) == pytest.approx(whole, rel=2e-3)
 
 
 def test_one_stage_takes_its_microbatches_one_after_the_other() -> None:
@@ -54,12 +55,24 @@ def test_the_bubble_of_1f1b_is_that_of_the_formula_where_stages_are_equal() -> N
     assert chosen.predict().bubble == pytest.approx(3 / 19, abs=0.02)
 
 
-def test_stages_hold_every_part_once_in_order() -> None:
-    stages = stage_parts(LLAMA, setting("pp=8 dp=2"))
-    assert [part for stage in stages for part in stage] == list(LLAMA.parts)
-    assert stages[0][0].name == "embed" and stages[-1][-1].name == "head"
-    given = stage_parts(LLAMA, setting("pp=2 dp=8", layers=(20, 12)))
-    assert [sum(part.is_block for part in stage) for stage in given] == [20, 12]
+@pytest.mark.parametrize("software", [STRETTO, STACKS["Megatron-LM 2021"]], ids=lambda stack: stack.name)
+def test_stages_hold_every_part_once_in_order(software: Software) -> None:
+    stages = Known(LLAMA, CLUSTER, software).stages(setting("pp=8 dp=2"))
+    assert [part for stage in stages for part in stage.parts] == list(LLAMA.parts)
+    assert stages[0].parts[0].name == "embed" and stages[-1].parts[-1].name == "head"
+    assert [sum(count for _, count in stage.kinds) for stage in stages] == [len(stage.parts) for stage in stages]
+    given = Known(LLAMA, CLUSTER, software).stages(setting("pp=2 dp=8", layers=(20, 12)))
+    assert [sum(part.is_block for part in stage.parts) for stage in given] == [20, 12]
+
+
+def test_our_stages_are_those_of_the_engine_and_others_have_as_many_blocks_each() -> None:
+    """The head of Llama 3 is worth more than two blocks, so the engine's last stage has fewer."""
+    chosen = setting("pp=4 dp=4", recompute="none")
+    ours, others = (Known(LLAMA, CLUSTER, software).stages(chosen) for software in (STRETTO, STACKS["Megatron-LM 2021"]))
+    split = split_model([Item(*part) for part in LLAMA.work(2048, "none")], range(4))
+    assert [[part.name for part in stage.parts] for stage in ours] == [[i.name for i in split.parts(s)] for s in range(4)]
+    assert [sum(part.is_block for part in stage.parts) for stage in others] == [8, 8, 8, 8]
+    assert sum(part.is_block for part in ours[-1].parts) < 8
 
 
 def test_more_devices_are_faster_but_never_by_more_than_their_number() -> None:
@@ -95,7 +108,7 @@ def test_tp_and_pp_share_the_parameters_out() -> None:
 
 def test_activations_are_the_formulas_times_the_microbatches_under_way() -> None:
     """Full recompute keeps a block's input, 2 s b h bytes; 1f1b has p - q microbatches under way on rank q."""
-    chosen = predictor("pp=4 dp=4", batch=64)
+    chosen = predictor("pp=4 dp=4", batch=64, layers=(8, 8, 8, 8))
     kept = 2048 * 4096 * 2
     first, second = chosen.memory(0).activations, chosen.memory(1).activations
     assert first - second == pytest.approx(kept * (8 + 1) + 2048 * 8 * 4, rel=0.02)  # 8 blocks, the handed state; 4 times the ids
