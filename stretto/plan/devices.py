@@ -41,7 +41,8 @@ class Device:
     """One accelerator. flops: dense peak by dtype; fp8 stands for 8-bit floats in any scaling, fp4 for 4-bit ones.
 
     units: multiprocessors. domain: devices that reach each other over the link `inside`; `across` is the usual one beyond. Links
-    are names of hardware.LINKS. source: of the datasheet figures.
+    are names of hardware.LINKS. source: of the datasheet figures. gap: seconds between two kernels of one stream, when the host is
+    ahead. compiles: whether blocks are worth compiling.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Device:
     across: str
     source: str
     aliases: tuple[str, ...] = ()
+    gap: float = 1.5e-6
+    compiles: bool = True
 
     def peak(self, dtype: str) -> float:
         """Dense flops a second in `dtype`; raises JobError where the device has no such units."""

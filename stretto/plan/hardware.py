@@ -10,6 +10,7 @@ from types import MappingProxyType
 from stretto.errors import JobError
 from stretto.keys import nearest
 from stretto.plan.devices import GB, Device, device_of
+from stretto.plan.measured import Measured
 
 MICRO = 1e-6
 
@@ -64,7 +65,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` machines of `per_node` devices; ranks fill one machine after the other."""
+    """`nodes` machines of `per_node` devices; ranks fill one machine after the other. measured: what was timed of it, if it was."""
 
     name: str
     device: Device
@@ -72,6 +73,7 @@ class Cluster:
     per_node: int
     inside: Link
     across: Link
+    measured: Measured | None = None
 
     @property
     def devices(self) -> int:

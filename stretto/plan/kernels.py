@@ -13,8 +13,6 @@ from stretto.plan.devices import Device
 
 #: Share of the lesser of arithmetic and memory traffic that an operator does not hide behind the greater.
 BARE = 0.4
-#: Seconds between two kernels of one stream, when the host is ahead.
-GAP = 1.5e-6
 #: Tiles of a product that one multiprocessor computes, and their rate beside the best.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (128, 64, 0.75))
 #: Queries that one multiprocessor takes at a time in a flash kernel.
@@ -51,11 +49,11 @@ class Kernels:
         arithmetic = 2 * m * k * n * count / (self.device.peak(self.compute) * min(shaped, speeds.sustained) * slow)
         moved = traffic if traffic is not None else self.bytes_ * (m * k + k * n + m * n)
         memory = moved * count / (self.device.bandwidth * speeds.streamed)
-        return max(arithmetic, memory) + BARE * min(arithmetic, memory) + GAP
+        return max(arithmetic, memory) + BARE * min(arithmetic, memory) + self.device.gap
 
     def stream(self, bytes_: float, kernels: float = 1.0) -> float:
         """A pass over memory."""
-        return bytes_ / (self.device.bandwidth * self.device.speeds.streamed) + kernels * GAP
+        return bytes_ / (self.device.bandwidth * self.device.speeds.streamed) + kernels * self.device.gap
 
     def flash(self, flops: float, queries: float, row: float, generation: str) -> tuple[float, float]:
         """Attention that keeps no scores, forward and backward. flops: of a forward; queries: rows of all heads together."""
@@ -64,7 +62,7 @@ class Kernels:
         shares = device.speeds.attention if generation == "flash" else device.speeds.portable
         slack = (1 + QUERIES * device.units / queries) * (1 + SHORT * (half / SLOWEST) ** 0.5 / row)
         rate = half / slack * (EARLY if generation == "early" else 1.0)
-        return flops / (rate * shares[0]) + GAP, 2.5 * flops / (rate * shares[1]) + 3 * GAP
+        return flops / (rate * shares[0]) + device.gap, 2.5 * flops / (rate * shares[1]) + 3 * device.gap
 
     def scores(self, row: int, key_dim: int, value_dim: int, count: float, fused: bool) -> tuple[float, float]:
         """Attention that writes the whole square of scores, `count` squares of it, forward and backward."""

@@ -10,6 +10,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,9 +145,10 @@ class Measured:
 
     @property
     def fits(self) -> tuple[Fit, ...]:
-        return tuple(fit(times) for times in self.curves().values())
+        return tuple(fit(times) for times in self.curves.values())
 
-    def curves(self) -> dict[Way, list[LinkTime]]:
+    @cached_property
+    def curves(self) -> Mapping[Way, list[LinkTime]]:
         """Times by what they are of, by rising size."""
         found: dict[Way, list[LinkTime]] = {}
         for time in sorted(self.links, key=lambda time: time.bytes_):
@@ -156,7 +158,7 @@ class Measured:
     def seconds(self, way: Way, bytes_: float) -> float:
         """Of a buffer of any size: between two measured sizes along a straight line of logarithms; below the smallest what that
         took, above the largest at its rate. Raises JobError where nothing was measured of this way."""
-        curves = self.curves()
+        curves = self.curves
         if way not in curves:
             there = ", ".join(sorted({f"{w.collective} over {w.transport} on {w.ranks} ranks" for w in curves})) or "nothing"
             raise JobError(

@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from stretto.errors import JobError
 from stretto.layout.mesh import Mesh
 from stretto.plan.hardware import Cluster
+from stretto.plan.measured import CROSSES, Measured
 
+#: Transports by which ranks of one machine meet, the one that a job takes first.
+MEETING = ("nccl", "shm", "messages", "gloo")
 #: Bytes at which half of the ramp is felt.
 RAMP = 1e6
 
@@ -41,6 +45,8 @@ def collective_seconds(cluster: Cluster, seats: Seats, collective: str, bytes_: 
     n, near, nodes = seats
     if n <= 1 or bytes_ <= 0 or collective == "none":
         return 0.0
+    if cluster.measured:
+        return _looked_up(cluster.measured, n, collective, bytes_)
     inside, across = cluster.inside, cluster.across
     link = across if nodes > 1 else inside
     fixed = link.start + link.ramp * bytes_ / (bytes_ + RAMP)
@@ -60,7 +66,19 @@ def collective_seconds(cluster: Cluster, seats: Seats, collective: str, bytes_: 
     raise ValueError(f"no price for {collective}")
 
 
+def _looked_up(measured: Measured, ranks: int, collective: str, bytes_: float) -> float:
+    """As it was measured, over the transport that a job takes; of other numbers of ranks by what crosses the busiest link."""
+    ways = [way for way in measured.curves if way.collective == collective and way.private]
+    ways = ways or [way for way in measured.curves if way.collective == collective]
+    if not ways:
+        raise JobError(f"the cluster file has no {collective}, which this layout needs; write stretto measure --ranks {ranks}")
+    way = min(ways, key=lambda way: (MEETING.index(way.transport) if way.transport in MEETING else 9, abs(way.ranks - ranks)))
+    return measured.seconds(way, bytes_) * CROSSES[collective](ranks) / CROSSES[collective](way.ranks)
+
+
 def message_seconds(cluster: Cluster, far: bool, bytes_: float) -> float:
     """One message to another rank, in the same machine or (far) another."""
+    if cluster.measured:
+        return _looked_up(cluster.measured, 2, "send", bytes_)
     link = cluster.across if far else cluster.inside
     return link.start + bytes_ / link.reached
