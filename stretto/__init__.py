@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stretto.layout.mesh import Mesh
     from stretto.models.attention import attention
     from stretto.models.library import Task
+    from stretto.plan import plan
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOME = {
     "attention": "stretto.models.attention",
     "check": "stretto.launch",
     "launch": "stretto.launch",
+    "plan": "stretto.plan",
     "train": "stretto.launch",
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "attention",
     "check",
     "launch",
+    "plan",
     "train",
 ]
 
