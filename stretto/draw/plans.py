@@ -20,7 +20,7 @@ COLUMNS = (
 
 def plan_text(planned: Planned) -> str:
     """What `stretto plan JOB` prints."""
-    return "\n".join([*_head(planned), "", *_table(planned.rows), "", *_best(planned), *_own(planned), "", *_rejected(planned)])
+    return "\n".join([*_head(planned), "", *_table(planned.rows), "", *_best(planned), *_own(planned), "", *_rejected(planned)]).rstrip()
 
 
 def _head(planned: Planned) -> Iterator[str]:
