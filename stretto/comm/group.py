@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.comm.memory import zeros
+from stretto.comm.memory import Pages, zeros
 from stretto.comm.messages import Work
 from stretto.comm.program import Member, run
 from stretto.comm.transport import Pending, World
@@ -169,9 +169,10 @@ class Group:
         """Zeros of this rank that collectives of this group read where they lie, if the transport can. Collective."""
         return self._private(elements, dtype) if self.size == 1 else self.world.transport.own(elements, dtype, self.ranks)
 
-    def common(self, elements: int, dtype: torch.dtype) -> Tensor | None:
+    def common(self, elements: int, dtype: torch.dtype) -> Pages | None:
         """Zeros that all ranks of this group share, so that to write a slice is to gather it; None where they cannot. Collective."""
-        return self._private(elements, dtype) if self.size == 1 else self.world.transport.common(elements, dtype, self.ranks)
+        found = self._private(elements, dtype) if self.size == 1 else self.world.transport.common(elements, dtype, self.ranks)
+        return None if found is None else Pages(found)
 
     def _private(self, elements: int, dtype: torch.dtype) -> Tensor:
         return zeros(elements, dtype, self.world.device)

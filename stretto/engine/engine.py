@@ -18,20 +18,21 @@ from stretto.comm.group import Group, Ledger
 from stretto.comm.transport import World
 from stretto.data.batch import Batch, count_targets, prepare_labels
 from stretto.data.loader import Loader
+from stretto.engine.ending import Ending
 from stretto.engine.evaluation import Metrics, evaluate
 from stretto.engine.exporting import save_pretrained
 from stretto.engine.look import bytes_held, whole_buffers, whole_tensors
 from stretto.engine.loss import Forward, Loss, call_model, cut_next_token_loss, head_of, loss_of_head, next_token_loss
 from stretto.engine.memory import PeakMemory
-from stretto.engine.optimizer import MakeOptimizer, lr_factor, make_optimizer, parameter_groups
-from stretto.engine.passes import Passes, tie
+from stretto.engine.optimizer import MakeOptimizer, make_optimizer, parameter_groups
+from stretto.engine.passes import Passes
 from stretto.engine.precision import LossScale
-from stretto.engine.runner import Culprit, StepReport
+from stretto.engine.runner import StepReport
 from stretto.engine.saving import Saver
 from stretto.engine.twin import proved_sequence
 from stretto.engine.underway import Finish, Underway
 from stretto.engine.values import values_of
-from stretto.errors import JobError, NonFinite
+from stretto.errors import JobError
 from stretto.job import Job
 from stretto.layout.layout import split
 from stretto.layout.mesh import AXES, Mesh
@@ -40,7 +41,7 @@ from stretto.layout.zero import ZeroPolicy
 from stretto.models import library
 from stretto.models.dropout import Draws
 from stretto.models.stages import stage_items
-from stretto.parallel.parallelize import Cut, parallelize, sum_over_tp
+from stretto.parallel.parallelize import Cut, parallelize
 from stretto.parallel.place import Fill
 from stretto.parallel.precision import Precision
 from stretto.schedule.action import Action, Schedule
@@ -142,13 +143,8 @@ class Engine:
         self.passes = Passes(self)
         if step.stages == 1:
             model.register_forward_pre_hook(self._own_forward, with_kwargs=True)
-        self.do: dict[str, Callable[[Action], None]] = {
-            **self.passes.do,
-            "REDUCE": self._reduce,
-            "TIE": self._tie,
-            "VOTE": self._vote,
-            "UPDATE": self._update,
-        }
+        self.ending = Ending(self)
+        self.do: dict[str, Callable[[Action], None]] = {**self.passes.do, **self.ending.do}
         self.now = Underway(self.world.device, self.world.rank)
         self.saver = Saver(self)
         self.ledger.take()
@@ -311,109 +307,6 @@ class Engine:
             self.now.before = 2.0 ** -round(math.log2(self.job.batch.size))
         return self.now.before * (self.scale.scale if self.scale else 1.0)
 
-    def _reduce(self, action: Action) -> None:
-        """Start what is left to reduce of a stage; nobody waits before all stages are through."""
-        self.parallel.stage(action.stage).walk.reduce_rest()
-
-    def _settle(self) -> None:
-        """Wait for all reductions, once a step, then add the parts of all copies."""
-        if self.now.settled:
-            return
-        self.now.settled = True
-        for group in self.parallel.groups:
-            group.wait_reduced()
-        for group in self.parallel.groups:
-            group.reduce_replicas()
-        for group in self.parallel.groups:
-            group.wait_reduced()
-        sum_over_tp(self.parallel)
-
-    def _tie(self, action: Action) -> None:
-        self._settle()
-        tie(self)
-
-    def _vote(self, action: Action) -> None:
-        """One sum over all ranks: loss, counts, squared norm, wish to stop; with it every rank comes to the same verdict."""
-        self._settle()
-        self.passes.boundary.settle()
-        self.now.sums[3] = self._squared_norm()
-        self.now.sums[4] = float(self.asked_to_stop())
-        self.everybody.all_reduce(self.now.sums, reason="vote", lane="vote").wait()
-        self.now.timeline.arrived()
-        self.now.loss_sum, self.now.count, self.now.rows, squares, stops = self.now.sums.tolist()
-        self.stopping = stops > 0
-        after = self._after()
-        self.now.grad_norm = math.sqrt(squares) * abs(after) if squares >= 0 else math.nan
-        if not (math.isfinite(self.now.grad_norm) and math.isfinite(self.now.loss_sum)):
-            self.now.status = "skipped"
-        elif self.now.count == 0:
-            self.now.status = "empty"
-
-    def _squared_norm(self) -> Tensor:
-        """Sum of squares over my part of the gradient; the parts of all ranks are the whole, once: copies speak only once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for group in self.parallel.groups:
-            if group.trainable and not group.copied:
-                for part in group.counted_gradient():
-                    total += torch.linalg.vector_norm(part).to(torch.float64) ** 2
-        return total
-
-    def _after(self) -> float:
-        """What the reduced gradients are still to be multiplied with, to be those of the sum of losses / the count."""
-        if self.now.count == 0:
-            return 1.0
-        exact = 1.0 if self.now.expected == self.now.count else 1.0 / (self.now.before * self.now.count)
-        return exact / (self.scale.scale if self.scale else 1.0)
-
-    def _update(self, action: Action) -> None:
-        if self.scale and self.now.status != "empty":
-            self.scale.update(self.now.status == "committed")
-        self.skips = self.skips + 1 if self.now.status == "skipped" else 0
-        factor = lr_factor(self.job.schedule, self.updates, self.total_steps)
-        self.now.lr = factor * (self.base_lr[0] if self.base_lr else 0.0)
-        if self.now.status == "committed":
-            self._commit(factor)
-        elif self.now.status == "skipped":
-            self._blame()
-        for stage in self.parallel.stages:
-            stage.walk.end_step()
-
-    def _commit(self, factor: float) -> None:
-        clip = self.job.clip
-        multiplier = self._after() * (min(1.0, clip / (self.now.grad_norm + 1e-6)) if clip else 1.0)
-        trainable = [group for group in self.parallel.groups if group.trainable]
-        for group in trainable:
-            group.release()  # after the vote nobody reads any more: no wait
-            if multiplier != 1.0:
-                group.update_gradient().mul_(multiplier)
-            group.attach_gradients()
-        if self.optimizer is not None:
-            for parameters, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-                parameters["lr"] = base * factor
-            self.optimizer.step()
-        for group in trainable:
-            group.publish()
-        for group in trainable:
-            group.wait_published()
-        self.updates += 1
-
-    def _blame(self) -> None:
-        """Find out, on all ranks together, whose gradient it was; stop after too many skips in a row."""
-        mine = [name for group in self.parallel.groups for name in group.nonfinite()]
-        found = self.everybody.objects(mine, reason="blame")
-        self.now.culprits = tuple(Culprit(rank, name) for rank, names in enumerate(found) for name in names)
-        first = (
-            f"first: {self.now.culprits[0].tensor} on rank {self.now.culprits[0].rank}"
-            if self.now.culprits
-            else "no rank had one by itself: the sum overflowed"
-        )
-        self.now.why = f"the gradient is not finite ({first})"
-        if self.skips >= self.job.precision.max_skips:
-            advice = "use precision=bf16" if self.scale else "lower optimizer.lr or look at the batch"
-            raise NonFinite(
-                f"step {self.steps}: {self.skips} steps in a row were skipped, {self.now.why}; {advice}, or raise precision.max_skips"
-            )
-
     def _report(self) -> StepReport:
         now = time.perf_counter()
         report = StepReport(
@@ -530,7 +423,7 @@ class Engine:
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every gradient, whole, as the update will see it but for clipping; between VOTE and UPDATE. Collective."""
-        after = self._after()
+        after = self.ending.after()
         yield from whole_tensors(self.parallel, "gradients", lambda group: group.update_gradient() * after, trainable=True)
 
     def bytes_held(self) -> dict[str, int]:

@@ -287,7 +287,9 @@ def _order(place: Place) -> tuple[str, str]:
 
 
 def _assign_rooms(stops: Sequence[Stop], cut: Cut) -> tuple[Room, ...]:
-    """Give regular units shared slots for whole parameters and gradient buckets, in turn; the others have memory of their own."""
+    """Give regular units shared slots for whole parameters and gradient buckets, in turn; the others have memory of their own. Where
+    ranks share memory, parameters are looked at where they lie."""
+    shared = [group.meet() for stop in stops for group in stop.groups]
     regular = [stop for stop in stops if stop.unit.regular]
     rooms: list[Room] = []
 
@@ -300,7 +302,7 @@ def _assign_rooms(stops: Sequence[Stop], cut: Cut) -> tuple[Room, ...]:
 
     for trainable in (True, False):
         members = [(i, group) for i, stop in enumerate(regular) for group in stop.groups if group.trainable is trainable]
-        if "param" in cut.policy.cut and cut.policy.params == "microbatch":
+        if "param" in cut.policy.cut and cut.policy.params == "microbatch" and not all(shared):
             room(members, cut.precision.compute, "param_room")
         if trainable and members and members[0][1].reduces_each:
             room(members, cut.precision.reduce, "bucket_room")

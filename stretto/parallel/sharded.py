@@ -8,9 +8,11 @@ Parameters are views of one flat buffer, gradients of another: a collective move
     master (master dtype)     whole        my part      my part       my part       (the parameters themselves if the dtypes agree)
     optimizer moments         whole        my part      my part       my part
 
-[Note: one copy a machine] Where ranks share memory, whole parameters of stages 1 and 2 are one memory for all ranks of a machine:
-each writes its part of the update, and with that it is gathered. Gradients lie where peers can read them, and are added from
-there. Two waits follow from it: for a result, and (`wait`) until peers have read what I am about to write again.
+[Note: one copy a machine] Where ranks share memory, parameters of stages 1 to 3 are one memory for all ranks of a machine: each
+writes its part of the update, and with that it is gathered. In stage 3 a rank holds its part of that memory, and while the whole is
+needed it looks at the others' parts where they lie: nothing is copied, and no slot is taken. That nobody writes what others still
+look at is the vote's doing: no rank updates before all are through with backward. Gradients lie where peers can read them, and are
+added from there. Two waits follow from it: for a result, and (`wait`) until peers have read what I am about to write again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.comm.group import Group
-from stretto.comm.memory import zeros
+from stretto.comm.memory import Pages, zeros
 from stretto.comm.transport import Pending
 from stretto.errors import RunError
 from stretto.layout.layout import Layout
@@ -109,6 +111,7 @@ class ShardedGroup:
         #: Whether another stage counts and saves these parameters (a tied weight's copy).
         self.copied = False
         self.resident = not self.cuts("param")
+        self.common: Pages | None = None
         self.whole: Tensor | None = None
         self.bucket: Tensor | None = None
         self.param_room: tuple[Room, int] | None = None
@@ -128,6 +131,12 @@ class ShardedGroup:
     def facts(self) -> GroupFacts:
         return GroupFacts(self.name, self.plan.total, self.trainable, self.kept)
 
+    def meet(self) -> bool:
+        """Make the memory that all ranks have in common, before anything else; whether it can be had. Collective."""
+        if self.cuts("optim"):
+            self.common = self.group.common(self.plan.total, self.precision.compute)
+        return self.common is not None
+
     def allocate(self, fill: Fill) -> None:
         """Make the buffers and fill them: `fill` is asked only for what this rank holds. Then the parameters are views."""
         total, mine, dtypes = self.plan.total, self.high - self.low, self.precision
@@ -135,9 +144,8 @@ class ShardedGroup:
         def new(n: int, dtype: torch.dtype) -> Tensor:
             return zeros(n, dtype, self.device)
 
-        shared = None if self.cuts("param") or not self.cuts("optim") else self.group.common(total, dtypes.compute)
-        held = shared if shared is not None else new(mine if self.cuts("param") else total, dtypes.compute)  # between steps
-        base = self.low if self.cuts("param") else 0
+        base, top = (self.low, self.high) if self.cuts("param") else (0, total)
+        held = self.common.tensor(base, top) if self.common else new(top - base, dtypes.compute)  # between steps
         self.held = held
         self.update_low, self.update_high = (self.low, self.high) if self.cuts("optim") else (0, total)
         size = self.update_high - self.update_low
@@ -146,7 +154,7 @@ class ShardedGroup:
             self.master = new(size, dtypes.master)
         else:
             self.master = held[self.update_low - base : self.update_high - base] if self.trainable else held.new_empty(0)
-        fills = (base, base + held.numel()) if shared is None else (self.low, self.high)
+        fills = (self.low, self.high) if self.common else (base, top)
         if held.is_meta:
             fills = base, base  # without memory there are no values
         for slot, first, last in self.plan.pieces(*fills):
@@ -159,7 +167,7 @@ class ShardedGroup:
                 if self.separate_master and low < high:
                     part = values[low - slot.start - start : high - slot.start - start]
                     self.master[low - self.update_low : high - self.update_low] = part
-        if shared is not None:
+        if self.common and not self.cuts("param"):
             self.group.all_gather(held, self.plan.bounds, reason=f"first values {self.name}").wait()
         if self.trainable and not self.reduces_each:
             self.grad = self.group.own(total, dtypes.reduce)
@@ -167,6 +175,8 @@ class ShardedGroup:
             self.grad = new(mine if self.trainable else 0, dtypes.reduce)
         if not self.cuts("param"):
             self.whole = held
+        elif self.common:
+            self.whole = None
         elif self.param_room is None:
             self.whole = self.group.own(total, dtypes.compute)
         else:
@@ -180,8 +190,7 @@ class ShardedGroup:
             else:
                 room, index = self.bucket_room
                 self.bucket = room.slots[index][:total]
-        assert self.whole is not None
-        self._views = [self.whole[s.start : s.stop].view(s.shape) for s in self.plan.slots]
+        self._look()
         self._grads = [self.bucket[s.start : s.stop].view(s.shape) for s in self.plan.slots] if self.bucket is not None else []
         self._show(self.resident)
         self.pieces = tuple(self._pieces()) if self.trainable else ()
@@ -210,7 +219,8 @@ class ShardedGroup:
 
     def temporary(self) -> list[Tensor]:
         """Whole buffers of this group alone, beside what is held between steps."""
-        own = [self.whole] if self.cuts("param") and self.param_room is None and self.whole is not None else []
+        cut = self.cuts("param") and self.param_room is None and not self.common
+        own = [self.whole] if cut and self.whole is not None else []
         return own + ([self.bucket] if self.bucket is not None and self.reduces_each and self.bucket_room is None else [])
 
     # -- parameters ------------------------------------------------------------------------------------------------
@@ -225,8 +235,12 @@ class ShardedGroup:
                 user._unshow()
             room.user[index] = self
         self._unshow()
+        if self.common:
+            self.whole = self.common.tensor(0, self.common.elements)
+            self._look()
         assert self.whole is not None
-        self.whole[self.low : self.high].copy_(self.held)
+        if not self.common:
+            self.whole[self.low : self.high].copy_(self.held)
         self._gather = self.group.all_gather(self.whole, self.plan.bounds, reason=f"{reason} {self.name}")
         self.resident = True
 
@@ -255,10 +269,16 @@ class ShardedGroup:
         if self.resident:
             self._show(False)
             self.resident = False
+            if self.common:
+                self.whole, self._views = None, []
+
+    def _look(self) -> None:
+        """Find the parameters in the whole."""
+        self._views = [] if self.whole is None else [self.whole[s.start : s.stop].view(s.shape) for s in self.plan.slots]
 
     def _show(self, there: bool) -> None:
-        for param, view, absent in zip(self.params, self._views, self._absent, strict=True):
-            param.data = view if there else absent
+        for param, found in zip(self.params, self._views if there else self._absent, strict=True):
+            param.data = found
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
