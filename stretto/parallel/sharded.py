@@ -105,7 +105,7 @@ class ShardedGroup:
         self._given_up: set[int] = set()  # no more gradients were expected of these, and not all uses had brought theirs
         self._missed: set[int] = set()  # and then the reduction went without them
         self._touched: set[int] = set()
-        self._local_norms: list[tuple[int, Tensor]] = []
+        self._local_sums: list[tuple[int, Tensor]] = []
         #: Where gradients of parameters wait in a backward that is split in halves; None: they are added at once.
         self.postponed: list[Callable[[], None]] | None = None
         #: Whether another stage counts and saves these parameters (a tied weight's copy).
@@ -349,7 +349,7 @@ class ShardedGroup:
 
     def _note(self, i: int, grad: Tensor) -> None:
         """Here and not before the reduction: the gradient is still in cache, and of this rank alone, so that it can be blamed by name."""
-        self._local_norms.append((i, torch.linalg.vector_norm(grad, dtype=self.precision.reduce)))
+        self._local_sums.append((i, grad.sum(dtype=self.precision.reduce)))  # not finite if one of them is not; half the price of a norm
 
     def _take_bucket(self) -> None:
         """Before the first gradient since a reduction is written: whoever still reads from there is waited for."""
@@ -453,7 +453,7 @@ class ShardedGroup:
 
     def nonfinite(self) -> list[str]:
         """Names of parameters whose gradient, on this rank and before any reduction, was not finite in this step."""
-        found = [self.names[i] for i, norm in self._local_norms if not math.isfinite(float(norm))]
+        found = [self.names[i] for i, total in self._local_sums if not math.isfinite(float(total))]
         return list(dict.fromkeys(found))
 
     def clear(self) -> None:
@@ -462,7 +462,7 @@ class ShardedGroup:
         self._reduced = 0
         self._touched.clear()
         self._pending.clear()
-        self._local_norms.clear()
+        self._local_sums.clear()
         for piece in self.pieces:
             piece.value.grad = None
 
