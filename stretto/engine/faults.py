@@ -130,6 +130,28 @@ def stale_gather(spot: Spot) -> None:
     group.attach_gradients, group.wait_published = remember, forget  # type: ignore[method-assign]
 
 
+def missing_tp_sum(spot: Spot) -> None:
+    """Of a gradient of which each tp rank has its own tokens' or heads' share, only the first rank's counts."""
+    place = spot.group.places[spot.name]
+    if not place.summed:
+        raise JobError(
+            f"missing-tp-sum: the gradient of {spot.name} is complete on each tp rank; name one that is summed over tp, such as a norm "
+            "with tensor.sequence=true"
+        )
+    if spot.engine.tensors.group.index == 0:
+        return
+    group, summed = spot.group, spot.group.summed_gradient
+
+    def broken(axis: str) -> list[torch.Tensor]:
+        if axis == place.summed:
+            slot = group.plan.slots[spot.number]
+            low, high = max(slot.start, group.update_low), min(slot.stop, group.update_high)
+            group.update_gradient()[max(low - group.update_low, 0) : max(high - group.update_low, 0)].zero_()
+        return summed(axis)
+
+    group.summed_gradient = broken  # type: ignore[method-assign]
+
+
 def bit_flip(spot: Spot) -> None:
     """One element comes out of the update with its sign changed."""
     group, publish = spot.group, spot.group.publish
@@ -171,6 +193,7 @@ FAULTS: Mapping[str, Callable[[Spot], None]] = MappingProxyType(
         "lost-microbatch": lost_microbatch,
         "skipped-update": skipped_update,
         "stale-gather": stale_gather,
+        "missing-tp-sum": missing_tp_sum,
         "bit-flip": bit_flip,
         "wrong-decay": wrong_decay,
     }
