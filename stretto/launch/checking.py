@@ -87,6 +87,9 @@ def table(findings: Findings, name: str) -> str:
         value = findings[key]
         lines.append(f"  {title:<14} {_error(value):>9}  {'ok' if value is not None and value <= tolerance else 'TOO LARGE'}")
     lines.append(f"  largest on {findings['worst_parameter']}; allowed is {_error(tolerance)}")
+    dropout = findings.get("dropout", "none")
+    if dropout != "none":
+        lines.append("  dropout is on: both drop the same elements" if dropout == "named" else f"  dropout is {dropout}")
     for rank, held in enumerate(findings.get("bytes") or ()):
         lines.append(f"  rank {rank} holds " + ", ".join(f"{kind} {bytes_(size)}" for kind, size in held.items()))
     lines.append("the mesh and one process agree" if findings["ok"] else failed_line(findings))
