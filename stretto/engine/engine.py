@@ -137,7 +137,7 @@ class Engine:
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.stopping = False
         self.loaders: list[Loader] = []
-        self._trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._parameters = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._served_local = False
         self.passes = Passes(self)
@@ -179,7 +179,7 @@ class Engine:
     def _begin(self, batch: Mapping[str, Any] | Batch | None, local: bool) -> Schedule:
         """This rank's microbatches, and the number of targets of the whole step where it can be known before."""
         self.now = Underway(self.world.device, self.world.rank)
-        self._check_trainable()
+        self._check_parameters()
         if batch is None:
             if not local:
                 raise JobError("step(None) has no batch; only step(None, local=True) can: a rank that has no rows of its own left")
@@ -327,9 +327,15 @@ class Engine:
         self.steps += 1
         return report
 
-    def _check_trainable(self) -> None:
+    def _check_parameters(self) -> None:
         for name, param in self.model.named_parameters():
-            if param.requires_grad is not self._trainable[name]:
+            known, trainable = self._parameters.get(name, (None, False))
+            if param is not known:
+                raise JobError(
+                    f"{name} is another parameter than when the engine was made (was the model resized?), which the engine does not train; "
+                    "change the model first, then make the engine"
+                )
+            if param.requires_grad is not trainable:
                 raise JobError(
                     f"requires_grad of {name} has changed since the engine was made, which planned memory and traffic by it; "
                     "freeze or unfreeze first, then make the engine"
