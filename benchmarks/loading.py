@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import MemoryWatch
 from torch import Tensor
 
 import stretto
 from stretto.checkpoint.huggingface import Listed, write_folder
 from stretto.checkpoint.store import place_of
+from stretto.engine.watch import MemoryWatch
 
 WAYS = (("tp=2", 0), ("dp=2", 3))
 VOCAB, HIDDEN, FFN, HEADS = 32000, 1024, 2816, 16
@@ -46,7 +46,7 @@ def main() -> int:
         found = []
         for mesh, zero in WAYS:
             drop(folder)
-            ranks = stretto.launch(load, 2, (str(folder), mesh, zero, os.path.dirname(os.path.abspath(__file__))), timeout=600)
+            ranks = stretto.launch(load, 2, (str(folder), mesh, zero), timeout=600)
             found.append({"mesh": mesh, "zero": zero, "bytes": bytes_, "ranks": ranks})
             if not asked.json:
                 tell(found[-1])
@@ -89,12 +89,10 @@ def drop(folder: Path) -> None:
         os.close(file)
 
 
-def load(folder: str, mesh: str, zero: int, here: str) -> dict[str, Any]:
+def load(folder: str, mesh: str, zero: int) -> dict[str, Any]:
     """One rank: the folder becomes an engine, and a step could begin."""
-    sys.path.insert(0, here)
     import torch
     import transformers  # noqa: F401 (before it is measured)
-    from memory import MemoryWatch
 
     from stretto.checkpoint.values import FolderValues
     from stretto.comm.transport import World
