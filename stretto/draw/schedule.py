@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from stretto.draw.files import save
 from stretto.draw.numbers import measure
 from stretto.draw.report import STYLE as PAGE_STYLE
 from stretto.draw.timeline import picture, rows_of
@@ -16,7 +17,7 @@ from stretto.layout.mesh import Mesh
 from stretto.schedule.action import Action, Schedule
 from stretto.schedule.pipelines import FILE, PIPELINES, pipeline
 from stretto.schedule.step import training_step, unit_cost
-from stretto.schedule.timeline import Timeline, read_chrome_trace, simulate
+from stretto.schedule.timeline import Timeline, chrome_trace, read_chrome_trace, simulate
 
 STYLE = """
 main { max-width:1140px } .panel svg { display:block; width:100%; height:auto }
@@ -47,17 +48,28 @@ def step_of(job: Job) -> Schedule:
 
 
 def draw_schedule(job: Job, out: Path) -> Path:
-    """The job's schedule as it goes where each action takes its unit cost; as a page, or as a picture alone if `out` is an .svg."""
+    """The job's schedule as it goes where each action takes its unit cost: a page, a picture alone (.svg) or a Chrome trace (.json), in
+    which a unit is a second."""
     job = job.with_(mesh=job.mesh or "dp=1")
     schedule = step_of(job)
     timeline = simulate(schedule, unit_cost)
     title = f"{schedule.name}: {_several(schedule.ranks, 'pipeline rank')}, {_several(schedule.microbatches, 'microbatch')}"
     svg = picture(rows_of(timeline), schedule, title=title, unit="stage forwards", show=lambda at: f"{at:g}")
-    if out.suffix == ".svg":
-        return _write(out, svg)
+    return save(
+        out,
+        {
+            ".html": lambda: _page(title, _about(job, schedule, timeline, title, svg)),
+            ".svg": lambda: svg,
+            ".json": lambda: chrome_trace({1: timeline}),
+        },
+    )
+
+
+def _about(job: Job, schedule: Schedule, timeline: Timeline, title: str, svg: str) -> list[str]:
+    """What a page says of a schedule."""
     share = schedule.stages / schedule.ranks
     idle = timeline.bubble(0)
-    body = [
+    return [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="sub">{html.escape(job.name)}: {_several(schedule.stages, "stage")} on {html.escape(job.mesh)}, '
         "a backward as long as two forwards, messages in no time</p>",
@@ -75,7 +87,6 @@ def draw_schedule(job: Job, out: Path) -> Path:
         "where a backward is split.</p>",
         _orders(schedule),
     ]
-    return _write(out, _page(title, body))
 
 
 def draw_timeline(folder: Path, out: Path) -> Path:
@@ -101,8 +112,6 @@ def draw_timeline(folder: Path, out: Path) -> Path:
         return picture(rows_of(timeline, places=places), schedule, title=title, unit=unit, show=show, until=longest)
 
     svg = drawn(measured, lambda rank: mesh.at(rank)["pp"])
-    if out.suffix == ".svg":
-        return _write(out, svg)
     ranks = sorted({span.rank for span in measured.spans})
     timed = {mesh.at(rank)["pp"] for rank in ranks}
     body = [
@@ -122,7 +131,7 @@ def draw_timeline(folder: Path, out: Path) -> Path:
     if len(timed) < schedule.ranks:
         wanted = [mesh.rank(pp=pp) for pp in range(schedule.ranks)]
         body.append(f'<p class="note">Only ranks {ranks} were timed; stages of others count as theirs. Write profile.ranks={wanted}.</p>')
-    return _write(out, _page(title, body))
+    return save(out, {".html": lambda: _page(title, body), ".svg": lambda: svg})
 
 
 def seconds_of(steps: Sequence[Timeline], schedule: Schedule) -> Callable[[Action], float]:
@@ -202,9 +211,3 @@ def _page(title: str, body: Sequence[str]) -> str:
         f"<title>{html.escape(title)} - stretto</title><style>{PAGE_STYLE}{STYLE}</style></head><body><main>{''.join(body)}</main>"
         f"<script>{SCRIPT}</script></body></html>"
     )
-
-
-def _write(out: Path, text: str) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    return out

@@ -67,25 +67,14 @@ def _collective_options(parser: ArgumentParser) -> None:
 def _collective(asked: Namespace, load: Load) -> Path:
     from stretto.draw.collective import svg
     from stretto.draw.collective_page import page
+    from stretto.draw.files import save
     from stretto.schedule.algorithms import program
     from stretto.schedule.collective import prove
 
     one = program(asked.collective, asked.algorithm, asked.ranks, root=asked.root, nodes=asked.nodes, pieces=asked.pieces)
     prove(one)
     path = Path(asked.out or f"{one.collective}-{one.algorithm}-{one.ranks}.html")
-    return _save(path, {".svg": lambda: svg(one), ".html": lambda: page(one)})
-
-
-def _save(path: Path, kinds: Mapping[str, Callable[[], str]]) -> Path:
-    """Write what is made for the ending of the path; JobError for another ending, or where it cannot be written."""
-    if path.suffix not in kinds:
-        raise JobError(f"--out {path}: what is drawn ends in {' or '.join(kinds)}; write --out {path.stem or 'picture'}{next(iter(kinds))}")
-    text = kinds[path.suffix]()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"--out {path} cannot be written ({error.strerror}); write --out FILE in a folder that you may write") from None
-    return path
+    return save(path, {".svg": lambda: svg(one), ".html": lambda: page(one)})
 
 
 DRAWINGS: Mapping[str, Drawing] = {
@@ -94,6 +83,7 @@ DRAWINGS: Mapping[str, Drawing] = {
         "stretto draw schedule tiny pipeline=interleaved mesh='pp=4' batch.size=8 batch.micro_size=1",
         _schedule_options,
         _schedule,
+        "a page (.html), a picture alone (.svg), or a Chrome trace for Perfetto (.json)",
     ),
     "timeline": Drawing(
         "the same of a step of a run, as measured and as foretold", "stretto draw timeline runs/first", _timeline_options, _timeline

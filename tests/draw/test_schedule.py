@@ -11,7 +11,8 @@ from stretto.draw.schedule import draw_schedule, draw_timeline, seconds_of, step
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.schedule.action import Action
-from stretto.schedule.timeline import Span, Timeline, chrome_trace, simulate
+from stretto.schedule.step import unit_cost
+from stretto.schedule.timeline import Span, Timeline, chrome_trace, read_chrome_trace, simulate
 
 KEYS = {"batch.size": 8, "batch.micro_size": 1, "mesh": "pp=4"}
 
@@ -53,6 +54,21 @@ def test_a_schedule_of_ones_own_is_drawn_like_any(tmp_path: Path) -> None:
 def test_a_picture_alone_is_an_svg(tmp_path: Path) -> None:
     out = draw_schedule(Job.load("tiny", **KEYS), tmp_path / "s.svg")
     assert out.read_text().startswith("<svg xmlns=")
+
+
+def test_a_trace_for_perfetto_is_what_was_foretold(tmp_path: Path) -> None:
+    job = Job.load("tiny", pipeline="zb-h1", **KEYS)
+    text = draw_schedule(job, tmp_path / "s.json").read_text()
+    schedule = step_of(job.with_(mesh="pp=4"))
+    spans = read_chrome_trace(text)[1].spans
+    assert [(s.rank, s.action) for s in spans] == [(rank, action) for rank, order in enumerate(schedule.order) for action in order]
+    assert max(span.stop for span in spans) == pytest.approx(simulate(schedule, unit_cost).seconds)
+
+
+def test_another_ending_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"--out .*s.png: what is drawn ends in .html or .svg or .json; write --out s.html"):
+        draw_schedule(Job.load("tiny", **KEYS), tmp_path / "s.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_schedule_that_cannot_be_is_refused(tmp_path: Path) -> None:
