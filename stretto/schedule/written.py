@@ -15,7 +15,7 @@ WRITTEN = ("F", "B", "I", "W")
 def written(path: str, ranks: int, microbatches: int) -> Schedule:
     """The compute-only schedule in the file at `path`, for `ranks` pipeline ranks and `microbatches`.
 
-    A stage is on the rank in whose line its first action stands. Raises JobError for what is no schedule, or one of others.
+    A stage is on the rank in whose line its first forward stands. Raises JobError for what is no schedule, or one of others.
     """
     name = f"file:{path}"
     orders = _orders(path)
@@ -25,6 +25,10 @@ def written(path: str, ranks: int, microbatches: int) -> Schedule:
     for rank, actions in enumerate(orders):
         if not actions:
             raise JobError(f'pipeline="{name}": rank {rank} has nothing to do; give it a stage, or write a mesh with fewer pp')
+        for action in actions:
+            if action.kind == "F":
+                rank_of.setdefault(action.stage, rank)
+    for rank, actions in enumerate(orders):  # stages without a forward, which `check` will name
         for action in actions:
             rank_of.setdefault(action.stage, rank)
     stages = max(rank_of) + 1

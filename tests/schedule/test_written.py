@@ -46,6 +46,7 @@ def test_a_step_with_fewer_rows_is_filled_up_to_the_microbatches_of_the_file(tmp
         ("0F0 0F1 0B0 0B1\n2F0 2B0 2F1 2B1", "has a stage 2 and no stage 1; number stages from 0 without gaps"),
         ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1", "1B1 is missing; write it in the order of rank 1, which holds stage 1"),
         ("0F0 0F1 0B0 0B1 1F1\n1F0 1B0 1B1", "1F1 stands on rank 0|1F0 stands on rank 1"),
+        ("0F0 0F1 0B0 0B1 1B1\n1F0 1B0 1F1", "1B1 stands on rank 0, and rank 1 holds stage 1; write it there"),
         ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1 1F1", "never ends: rank 0 waits at 0B1 for 1B1; rank 1 waits at 1B1 for 1F1; the circle: "),
         ("0F0 0F1\n1F0 1F1", "has no backward"),
         ("0F0 0F1 0B0 0B1\n1F0 1b0", "line 2: '1b0' is no action; write stage, kind and microbatch, as 2F0"),
