@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -226,6 +227,8 @@ def table(measured: Measured) -> str:
         + ", ".join(f"{_size(one.bytes_)} {bytes_(one.bytes_per_second)}/s" for one in device.copies),
         "",
         *_products(device.products),
+        "",
+        "collectives: time, then the buffer's bytes and those over the busiest link a second (algbw, busbw of nccl-tests)",
     ]
     for (ranks, collective), group in groupby(measured.links, key=lambda one: (one.ranks, one.collective)):
         lines += ["", *_collective(f"{collective}, {ranks} ranks", list(group))]
@@ -234,7 +237,8 @@ def table(measured: Measured) -> str:
     lines += ["", "fitted: seconds = latency + bytes over the busiest link / bandwidth; off by at most"]
     for one in measured.fits:
         name = f"{one.way.collective}, {one.way.ranks} ranks, {_over(one.way)}"
-        lines.append(f"  {name:<44}{_time(one.latency):>10}{bytes_(one.bandwidth):>10}/s{one.off:>8.0%}")
+        rate = f"{bytes_(one.bandwidth)}/s" if one.bandwidth < math.inf else "any rate"  # one size: nothing can be told
+        lines.append(f"  {name:<44}{_time(one.latency):>10}{rate:>12}{one.off:>8.0%}")
     return "\n".join(lines)
 
 
@@ -252,14 +256,19 @@ def _shape(product: Product) -> str:
 
 
 def _collective(title: str, times: Sequence[LinkTime]) -> list[str]:
-    """A line a size, two columns a way: time, and bandwidth over the busiest link."""
+    """A line a size, three columns a way: time, algorithm bandwidth, bus bandwidth."""
     ways = list(dict.fromkeys(one.way for one in times))
-    lines = [f"{title:<30}" + "".join(f"{_over(way):>24}" for way in ways)]
+    names = " " * 14 + "".join(f"{_over(way):>26}" for way in ways)
+    lines = [title + names[len(title) :]]
     for size, group in groupby(times, key=lambda one: one.bytes_):
         by_way = {one.way: one for one in group}
-        cells = [f"{_time(by_way[way].seconds):>11}{bytes_(by_way[way].busbw):>11}/s" if way in by_way else f"{'':>24}" for way in ways]
-        lines.append(f"  {_size(size):<28}" + "".join(cells))
+        cells = [_cell(by_way[way]) if way in by_way else f"{'':>26}" for way in ways]
+        lines.append((f"  {_size(size):<12}" + "".join(cells)).rstrip())
     return lines
+
+
+def _cell(one: LinkTime) -> str:
+    return f"{_time(one.seconds):>8}{bytes_(one.algbw):>9}{bytes_(one.busbw):>9}"
 
 
 def _over(way: Way) -> str:

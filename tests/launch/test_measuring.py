@@ -19,6 +19,7 @@ LINKS = (
     LinkTime("shm", 2, "all_reduce", 4096, True, 1e-5),
     LinkTime("shm", 2, "all_reduce", 4096, False, 8e-6),
     LinkTime("gloo", 2, "all_reduce", 2**20, True, 1.4e-3),
+    LinkTime("gloo", 2, "all_gather", 2**22, True, 4e-3),
     LinkTime("gloo", 4, "send", 2**27, True, 2.0),
 )
 
@@ -55,9 +56,11 @@ def test_the_table_shows_times_beside_each_other() -> None:
     words = [line.split() for line in lines]
     assert ["8", "x", "16", "x", "4", "1.02G", "2.05G"] in words
     at = words.index(["all_reduce,", "2", "ranks", "gloo", "shm", "shm,", "in", "place"])
-    assert words[at + 1] == ["4", "KiB", "500", "us", "8.19", "MB/s", "10", "us", "410", "MB/s", "8", "us", "512", "MB/s"]
-    assert words[at + 2] == ["1", "MiB", "1.4", "ms", "749", "MB/s"]
-    assert ["128", "MiB", "2", "s", "67.1", "MB/s"] in words
+    rates = ["8.19", "MB"] * 2, ["410", "MB"] * 2, ["512", "MB"] * 2  # of two ranks an all-reduce sends what it has
+    assert words[at + 1] == ["4", "KiB", "500", "us", *rates[0], "10", "us", *rates[1], "8", "us", *rates[2]]
+    assert words[at + 2] == ["1", "MiB", "1.4", "ms", "749", "MB", "749", "MB"]
+    assert ["4", "MiB", "4", "ms", "1.05", "GB", "524", "MB"] in words  # an all-gather a half
+    assert ["128", "MiB", "2", "s", "67.1", "MB", "67.1", "MB"] in words
     assert "gloo: torch.distributed's own collectives over gloo, what other frameworks have" in lines
     assert any(line.startswith("  send, 4 ranks, gloo") and line.endswith(" 0%") for line in lines)
     assert max(map(len, lines)) <= 120
