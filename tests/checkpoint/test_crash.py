@@ -13,6 +13,11 @@ from safetensors import safe_open
 KILLED = -9
 
 
+def pieces(count):
+    """Every moment is in one of `count` pieces: number n, n + count, ... One of them is always tested."""
+    return [piece if piece == count // 2 + 1 else pytest.param(piece, marks=pytest.mark.grid) for piece in range(1, count + 1)]
+
+
 def tensors(folder):
     """Every tensor of a checkpoint but random streams, read by safetensors itself."""
     found = {}
@@ -51,35 +56,35 @@ def check(place, truth, least):
     assert [folder.name for folder in place.iterdir()] == [f"step-{STEPS:08d}"]  # no orphan, and no older one
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.grid)])
-def test_killed_before_any_change_of_the_disk_a_run_goes_on_from_a_whole_checkpoint(every, truth, tmp_path):
+@pytest.mark.parametrize("piece", pieces(12))
+def test_killed_before_any_change_of_the_disk_a_run_goes_on_from_a_whole_checkpoint(piece, truth, tmp_path):
     """All ranks at once, at the moments of all saves: no folder yet, one older, one on its way out."""
     changes = truth[2]
     first = next(at for at, (change, _) in enumerate(changes, 1) if change == "rename")
     assert {change for change, _ in changes} == {"make", "create", "write", "sync", "rename", "unlink", "rmdir"}
-    for at in range(every // 2 + 1, len(changes) + 1, every):
+    for at in range(piece, len(changes) + 1, 12):
         place = tmp_path / f"at-{at}"
         assert Doomed(job(), place, at).end() == [KILLED]
         check(place, truth, least=at > first)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.grid)])
-def test_where_one_rank_is_killed_and_the_others_live_it_is_the_same(whose, every, truth, tmp_path):
+@pytest.mark.parametrize("piece", pieces(9))
+def test_where_one_rank_is_killed_and_the_others_live_it_is_the_same(whose, piece, truth, tmp_path):
     """Ranks as processes; what the living one does before it is ended, as launchers do, may take nothing away either."""
     by_rank_1 = STEPS + sum("rank-00001" in str(what) and change != "unlink" for change, what in truth[2])  # each makes the folder, too
     its_changes = by_rank_1 if whose == 1 else len(truth[2]) - by_rank_1
-    for at in range(every // 2 + 1, its_changes + 1, every):
+    for at in range(piece, its_changes + 1, 9):
         place = tmp_path / f"at-{at}"
         codes = Doomed(job(), place, at, whose).end(first=whose, grace=0.2)
         assert codes[whose] == KILLED
         check(place, truth, least=0)
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(200, marks=pytest.mark.grid)])
-def test_killed_again_and_again_at_random_moments_a_run_gets_on_and_is_the_run_nobody_killed(times, tmp_path):
+@pytest.mark.parametrize(("seed", "times"), [(0, 4), *(pytest.param(seed, 20, marks=pytest.mark.grid) for seed in range(1, 11))])
+def test_killed_again_and_again_at_random_moments_a_run_gets_on_and_is_the_run_nobody_killed(seed, times, tmp_path):
     """Every second time only one of the ranks."""
-    place, draw = tmp_path / "run", random.Random(0)
+    place, draw = tmp_path / "run", random.Random(seed)
     endless, newest = job(10**6), 0
     for number in range(times):
         doomed = Doomed(endless, place, apart=True)
