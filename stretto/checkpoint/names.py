@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stretto.checkpoint.manifest import Entry, Manifest
 from stretto.errors import JobError
 from stretto.layout.layout import Shape
 
+#: The fact of a checkpoint that says what its model computes, beside what names and shapes of tensors tell.
+COMPUTES = "computes"
 #: Names told of many in a message.
 TOLD = 5
 #: What is the same for two tensors that were stored alike and are equal.
@@ -39,6 +43,23 @@ def compare(manifest: Manifest, path: str, wanted: Mapping[str, Shape], allow: I
         left_out = "write --allow-missing PATTERN for names that may be left out"
         possible = left_out if missing or unknown else "give a checkpoint of this model"
         raise JobError(f"{path} is the checkpoint of another model: {'; '.join(lines)}; {possible}")
+
+
+def compare_computing(manifest: Manifest, path: str, now: Mapping[str, Any], allow: Iterable[str]) -> None:
+    """Whether the checkpoint's tensors were trained in a model that computes the same. now: of this model, key -> value.
+
+    What only one side tells is not compared. allow: patterns; config/KEY lets a key differ. Raises JobError.
+    """
+    was: Mapping[str, Any] = manifest.facts.get(COMPUTES) or {}
+    now = json.loads(json.dumps(now))  # as it comes back from a file
+    other = [key for key in was if key in now and was[key] != now[key]]
+    other = [key for key in other if not any(fnmatch.fnmatch(f"config/{key}", pattern) for pattern in allow)]
+    if other:
+        told = ", ".join(f"{key} is {was[key]} there and {now[key]} here" for key in other[:TOLD])
+        raise JobError(
+            f"{path} is of a model that computes otherwise with the same tensors: {told}; leave the model as it was, or write "
+            f"--allow-missing 'config/{other[0]}' to change it"
+        )
 
 
 def alias_table(manifest: Manifest) -> dict[str, str]:

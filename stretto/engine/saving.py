@@ -15,7 +15,7 @@ from stretto.checkpoint.kinds import FACT, manifest_at
 from stretto.checkpoint.load import fetch, prints
 from stretto.checkpoint.manifest import Manifest, Scalar
 from stretto.checkpoint.meeting import Meeting
-from stretto.checkpoint.names import compare, suited
+from stretto.checkpoint.names import COMPUTES, compare, compare_computing, suited
 from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.peers import Peers
 from stretto.checkpoint.save import Content, Save
@@ -24,7 +24,7 @@ from stretto.engine.frozen import FACT as FROZEN
 from stretto.engine.frozen import check_same, fact, is_frozen, left_out
 from stretto.engine.state import EngineState, States
 from stretto.errors import JobError, RunError, StrettoError
-from stretto.models.pretrained import config_of
+from stretto.models.pretrained import computes, config_of
 
 if TYPE_CHECKING:
     from stretto.engine.engine import Engine
@@ -140,7 +140,8 @@ class Saver:
     def _content(self, scalars: Mapping[str, Scalar], notes: Mapping[str, Any]) -> Content:
         """What there is to tell beside tensors."""
         engine = self.engine
-        facts = {"torch": torch.__version__, "time": time.time(), "own optimizer": engine.own_optimizer, FACT: _config(engine.model)}
+        facts = {"torch": torch.__version__, "time": time.time(), "own optimizer": engine.own_optimizer}
+        facts |= {FACT: _config(engine.model), COMPUTES: computes(engine.model)}
         job = engine.job.model_dump(mode="json")
         return Content(engine.steps, str(engine.mesh), self.world.size, scalars, self.state.counters(), notes, job, facts)
 
@@ -179,6 +180,7 @@ class Saver:
 
         def read() -> tuple[HostCopy, States]:
             compare(manifest, path, wanted, allow)
+            compare_computing(manifest, path, computes(self.engine.model), allow)
             self._check_optimizer(manifest, path)
             states = self.state.fresh_states(manifest)
             parts = self.state.model_parts() + self.state.optimizer_parts(states) + self.state.kept_streams(manifest)

@@ -30,13 +30,22 @@ LLAMA: Mapping[str, str] = MappingProxyType(
         **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
     }
 )
+#: Keys of a config.json that change nothing of what is computed in training, or that names and shapes of tensors tell as well.
+FREE = frozenset(
+    {
+        "architectures", "transformers_version", "dtype", "torch_dtype", "tie_word_embeddings", "vocab_size", "initializer_range",
+        "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states",
+        "return_dict", "problem_type", "id2label", "label2id", "is_encoder_decoder", "chunk_size_feed_forward", "pretraining_tp",
+        "num_hidden_layers", "n_layer",
+    }
+)  # fmt: skip
 BACK: Mapping[str, str] = MappingProxyType({there: here for here, there in LLAMA.items()})
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
     """The config.json with which transformers opens the model's weights. Raises JobError for a model that it does not know."""
     if isinstance(model, Decoder):
-        return _of_decoder(model.shape)
+        return config_of_shape(model.shape)
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise JobError(
@@ -49,8 +58,8 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return {**found, "architectures": [type(model).__name__]}
 
 
-def _of_decoder(shape: DecoderShape) -> dict[str, Any]:
-    """Our decoder with rope, RMSNorm and SwiGLU computes what Llama does, element for element."""
+def config_of_shape(shape: DecoderShape) -> dict[str, Any]:
+    """The config.json of our decoder: with rope, RMSNorm and SwiGLU it computes what Llama does, element for element. Raises JobError."""
     if (shape.position, shape.norm, shape.mlp) != ("rope", "rms", "swiglu"):
         raise JobError(
             f"a decoder with {shape.position} positions, {shape.norm} norm and {shape.mlp} has no match in transformers; "
@@ -78,6 +87,22 @@ def _of_decoder(shape: DecoderShape) -> dict[str, Any]:
         "eos_token_id": None,
         OURS: True,
     }
+
+
+def computes(model: nn.Module) -> dict[str, Any]:
+    """What a model computes with its tensors, as far as their names and shapes do not tell it; {} where nothing says so."""
+    if isinstance(model, Decoder):
+        return decoder_computes(model.shape)
+    try:
+        config = config_of(model)
+    except JobError:
+        return {}
+    return {key: value for key, value in config.items() if key not in FREE and "drop" not in key}
+
+
+def decoder_computes(shape: DecoderShape) -> dict[str, Any]:
+    """Of our decoder: with the same matrices, heads may be cut in another way."""
+    return {name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "position", "norm", "mlp", "norm_eps", "rope_theta")}
 
 
 def decoder_of(config: Config) -> DecoderShape:
