@@ -51,9 +51,7 @@ class Item(NamedTuple):
 def read_dcp(store: Store, folder: str) -> Manifest:
     """The manifest of a folder of DCP: parameters and buffers as model/NAME (it does not say which is which), the optimizer's state,
     and its count of steps. What it holds beside these is listed in facts["left"]. Raises JobError, Damaged."""
-    path = store.path(f"{folder}/{METADATA}")
-    items, paths = _items(read_pickle(store.read(f"{folder}/{METADATA}"), path), path)
-    _check_files(store, folder, items)
+    items, paths = read_items(store, folder)
     names = sort_out({key: paths.get(key, (key,)) for key in items})
     tensors: dict[str, Entry] = {}
     scalars: dict[str, Scalar] = {}
@@ -89,8 +87,16 @@ def read_dcp(store: Store, folder: str) -> Manifest:
     return manifest
 
 
+def read_items(store: Store, folder: str) -> tuple[dict[str, Item], dict[str, tuple[str, ...]]]:
+    """What the folder's metadata lists, and under which path of nested dicts each key was saved; its files are there. Raises JobError,
+    Damaged."""
+    path = store.path(f"{folder}/{METADATA}")
+    items, paths = _items(read_pickle(store.read(f"{folder}/{METADATA}"), path), path)
+    _check_files(store, folder, items)
+    return items, paths
+
+
 def _items(metadata: Any, path: str) -> tuple[dict[str, Item], dict[str, tuple[str, ...]]]:
-    """What the metadata lists, and under which path of nested dicts each key was saved."""
     try:
         where = {(at.fqn, tuple(getattr(at, "offset", None) or ())): info for at, info in metadata.storage_data.items()}
         items = {}

@@ -8,7 +8,6 @@ each other. The files are pickles: nothing that they name is run. Tensor and pip
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ import torch
 
 from stretto.checkpoint.load import whole
 from stretto.checkpoint.manifest import ITEMSIZE, Entry, Manifest, Scalar, Stored
-from stretto.checkpoint.store import CHUNK, Store, fill
-from stretto.checkpoint.torchfile import Kept, Named, Record, read_archive
+from stretto.checkpoint.store import Store
+from stretto.checkpoint.torchfile import Kept, Named, Record, read_archive, verify
 from stretto.errors import Damaged, JobError
 from stretto.layout.layout import Shape, flat_boxes
 
@@ -275,12 +274,5 @@ def _load(store: Store, name: str) -> dict[str, Any]:
 
 
 def _verify(store: Store, folder: str, file: str, record: Record) -> None:
-    path = store.path(f"{folder}/{file}")
-    view, crc = memoryview(bytearray(min(CHUNK, record.bytes_))), 0
     with store.open(f"{folder}/{file}") as opened:
-        for at in range(0, record.bytes_, CHUNK):
-            part = view[: min(CHUNK, record.bytes_ - at)]
-            fill(opened, record.start + at, part, path)
-            crc = zlib.crc32(part, crc)
-    if crc != record.crc:
-        raise Damaged(f"{path} is damaged: bytes {record.start} to {record.start + record.bytes_} do not have their archive's checksum")
+        verify(opened, record, store.path(f"{folder}/{file}"))

@@ -10,6 +10,8 @@ from stretto.checkpoint.deepspeed import LATEST, MARKERS, read_deepspeed
 from stretto.checkpoint.huggingface import CONFIG, read_folder
 from stretto.checkpoint.load import read_manifest, whole
 from stretto.checkpoint.manifest import NAME, Entry, Manifest, Stored
+from stretto.checkpoint.megatron import COMMON, read_megatron
+from stretto.checkpoint.megatron import LATEST as LATEST_ITERATION
 from stretto.checkpoint.shelf import Shelf, name_of
 from stretto.checkpoint.store import Store, open_store, place_of
 from stretto.errors import JobError
@@ -69,13 +71,16 @@ def manifest_at(store: Store, name: str) -> Manifest:
 
 
 def find(place: str) -> Found:
-    """What is at a place: itself, or the newest checkpoint of a run folder, ours or DeepSpeed's. Raises JobError."""
+    """What is at a place: itself, or the newest checkpoint of a run folder, ours, DeepSpeed's or Megatron's. Raises JobError."""
     store, name = place_of(place)
     kind = kind_of(store, name)
     if kind is not None:
         return Found(kind.name, store, name)
     if store.has(f"{name}/{LATEST}"):
         return find(f"{place}/{store.read(f'{name}/{LATEST}').decode().strip()}")
+    if store.has(f"{name}/{LATEST_ITERATION}"):
+        number = store.read(f"{name}/{LATEST_ITERATION}").decode().strip()
+        return find(f"{place}/{f'iter_{int(number):07d}' if number.isdecimal() else number}")
     for inside in (f"{place}/checkpoints", place):
         shelf = Shelf(open_store(inside))
         if steps := shelf.steps():
@@ -140,6 +145,7 @@ def read_huggingface(store: Store, name: str) -> Manifest:
 KINDS = (
     Kind("checkpoint", "checkpoint", (NAME,), read_manifest),
     Kind("huggingface", "Hugging Face folder", (CONFIG,), read_huggingface),
+    Kind("megatron", "checkpoint of Megatron", (COMMON,), read_megatron),  # before DCP, in whose words it is written
     Kind("dcp", "folder of torch.distributed.checkpoint", (METADATA,), read_dcp),
     Kind("deepspeed", "folder of DeepSpeed's ZeRO", MARKERS, read_deepspeed),
 )

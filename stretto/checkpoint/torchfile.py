@@ -13,6 +13,7 @@ import io
 import math
 import pickle
 import zipfile
+import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
@@ -20,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from stretto.checkpoint.parts import DTYPES, NAMES
-from stretto.checkpoint.store import fill
+from stretto.checkpoint.store import CHUNK, fill
 from stretto.errors import Damaged, JobError
 from stretto.layout.layout import Shape
 
@@ -154,6 +155,17 @@ def read_pickle(text: bytes, path: str, record: Any = None) -> Any:
         raise
     except Exception as error:  # a broken pickle may raise anything
         raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def verify(file: IO[bytes], record: Record, path: str) -> None:
+    """Read all of a record of an open file, against its archive's checksum. Raises Damaged."""
+    view, crc = memoryview(bytearray(min(CHUNK, record.bytes_))), 0
+    for at in range(0, record.bytes_, CHUNK):
+        part = view[: min(CHUNK, record.bytes_ - at)]
+        fill(file, record.start + at, part, path)
+        crc = zlib.crc32(part, crc)
+    if crc != record.crc:
+        raise Damaged(f"{path} is damaged: bytes {record.start} to {record.start + record.bytes_} do not have their archive's checksum")
 
 
 class _Storage(NamedTuple):

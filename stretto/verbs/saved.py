@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from stretto.checkpoint.kinds import Told
 
 
-PLACES = "a checkpoint, a run folder (its newest is taken), a Hugging Face folder or one of torch.distributed.checkpoint"
+PLACES = (
+    "a checkpoint, a run folder (its newest is taken), or a folder of Hugging Face, torch.distributed.checkpoint, DeepSpeed or Megatron"
+)
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
