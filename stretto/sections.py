@@ -319,6 +319,10 @@ class Checkpoint(Section):
     busy: Literal["wait", "skip"] = Field(
         default="wait", description="when one is due and the last is still being written: wait for it, or skip the one that is due"
     )
+    memory: Natural = Field(
+        default=0,
+        description="steps between copies of the state in two ranks' memory, which are saved where a rank is lost; 0 = none",
+    )
     max_failures: Natural = Field(default=3, description="checkpoints in a row that may fail to be written before the run stops")
     export: Literal["none", "huggingface"] = Field(default="none", description="huggingface = also write the final model as such a folder")
 

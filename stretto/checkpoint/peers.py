@@ -21,6 +21,7 @@ from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.save import Content, Record, joined, write_file
 from stretto.checkpoint.shelf import name_of
 from stretto.checkpoint.vault import KEPT, Address, Held, Line, Vault
+from stretto.comm.transport import World
 from stretto.errors import PeerLost, RunError, StrettoError
 
 Placement = Mapping[int, int]
@@ -60,6 +61,15 @@ class Peers:
         self._line: Line | None = None
         board.set(f"vault/{rank}", json.dumps(self.vault.address))
 
+    @staticmethod
+    def of(world: World) -> Peers:
+        """Of a job's ranks: on several machines each is kept on another one."""
+        if world.nodes is None:
+            return Peers(world.store, world.rank, [range(world.size)])
+        nodes = world.nodes
+        machines = [nodes.ranks(node) for node in sorted({post.node for post in nodes.posts})]
+        return Peers(world.store, world.rank, machines, nodes.posts[world.rank].address)
+
     def addresses(self, ranks: Iterable[int]) -> list[Address]:
         """Where the vaults of these ranks are, as far as they were ever made."""
         return [Address(*json.loads(self.board.get(f"vault/{rank}"))) for rank in ranks if self.board.check([f"vault/{rank}"])]
@@ -94,16 +104,23 @@ class Peers:
         if keeper is not None:
             line = self._to(keeper)
             line.ask(written.pieces, what="put", rank=self.rank, step=content.step, about=about, bytes=record.bytes_)
-        if self.board.add(_kept(content.step), 1) == self.size:
+        if self._count(content.step, 1) == self.size:
             self.board.delete_key(_kept(content.step - 2 * KEPT))
         return record.bytes_
 
     def _all_have(self, step: int) -> None:
         limit = time.monotonic() + self.patience
-        while (count := self.board.add(_kept(step), 0)) < self.size:
+        while (count := self._count(step, 0)) < self.size:
             if time.monotonic() > limit:
                 raise PeerLost(f"{self.size - count} of {self.size} ranks have not kept step {step} within {self.patience:g} s")
             time.sleep(LOOK)
+
+    def _count(self, step: int, more: int) -> int:
+        """How many ranks have kept a step, with `more` of them."""
+        try:
+            return int(self.board.add(_kept(step), more))
+        except RuntimeError as error:
+            raise PeerLost(f"the rank that keeps the store is gone: {str(error).splitlines()[0]}") from None
 
     def close(self) -> None:
         self.vault.close()
@@ -140,6 +157,10 @@ class PeerStore:
 
     def folders(self) -> list[str]:
         return sorted(self._held)
+
+    def files(self, name: str) -> list[str]:
+        """Of a folder that is complete, without its manifest."""
+        return [*self._manifest(name).files]
 
     def complete(self, name: str) -> bool:
         try:
@@ -205,7 +226,7 @@ class PeerStore:
     def _refuse(self, *_: Any) -> Any:
         raise RunError("the memory of the ranks cannot be written as a folder; save in one")
 
-    temporary = commit = write = rename = remove = _refuse
+    temporary = commit = write = rename = remove = claim = _refuse
 
 
 class _Remote(io.RawIOBase):

@@ -1,7 +1,7 @@
 """Vault: states of ranks in this process's memory, which others may fill and read over a socket. Each rank's newest two steps stay.
 
 What is said: the token that the vault has told its friends, then any number of requests, each one line of JSON, answered by one line and,
-for "get", by bytes; "put" is followed by its bytes.
+for "get", by bytes; "put" is followed by its bytes. "rescued" is answered once `tell` is called (see rescue.py).
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Vault:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.held: dict[tuple[int, int], Held] = {}
         self._lock = threading.Lock()
+        self._told: list[int | None] = []
+        self._telling = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(TOKEN // 2))
         threading.Thread(target=self._serve, name="stretto-vault", daemon=True).start()
@@ -73,6 +75,11 @@ class Vault:
         """What this was is to be written over."""
         with self._lock:
             self.held.pop((rank, step), None)
+
+    def tell(self, step: int | None) -> None:
+        """Answer those who ask which step was rescued."""
+        self._told.append(step)
+        self._telling.set()
 
     def close(self) -> None:
         """Listen no more."""
@@ -99,6 +106,9 @@ class Vault:
                     _fill(incoming, memoryview(content))
                     self.put(asked["rank"], asked["step"], Held(asked["about"], [memoryview(content)]))
                     _answer(line, True)
+                elif asked["what"] == "rescued":
+                    self._telling.wait()
+                    _answer(line, self._told[0])
                 elif asked["what"] == "list":
                     with self._lock:
                         _answer(line, [[rank, step, held.bytes_] for (rank, step), held in self.held.items()])

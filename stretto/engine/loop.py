@@ -21,7 +21,7 @@ from stretto.engine.keeping import Keeper
 from stretto.engine.profile import Profile
 from stretto.engine.runner import StepReport
 from stretto.engine.sample import write
-from stretto.errors import JobError
+from stretto.errors import JobError, PeerLost
 from stretto.job import Job
 from stretto.layout.mesh import Mesh
 from stretto.models import library
@@ -36,7 +36,7 @@ ENTROPY_TOKENS, TEXT_TOKENS, PROMPT = 1 << 24, 160, 12
 
 def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Keep = NOTHING_KEPT) -> None:
     """Run a resolved job on this rank. Collective. emit gets plain dicts under a "kind": at, resumed, start, entropy, text, step, note,
-    eval, saved, timeline, done.
+    eval, saved, timeline, holds (this rank has others' states in memory), done.
 
     stop: asked at every step; ranks end together, after the step in which the first of them was asked.
     """
@@ -53,6 +53,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
         engine.asked_to_stop = stop
         torch.manual_seed(stable_number("dropout", job.seed, engine.rows.index))  # rows of different ranks drop different units
         keeper = Keeper(engine, feed, keep, emit)
+        opened.callback(lambda: keeper.let_go())
         keeper.check_export()
         keeper.resume()
         if engine.steps:  # the rest of the data may be another number of steps than it was
@@ -66,7 +67,11 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
             if not engine.steps:
                 _sample("before", engine, prompt, emit)
         first, total = engine.steps, job.steps or 1
-        rows = _steps(engine, feed, total, held_out, profile, keeper, emit)
+        try:
+            rows = _steps(engine, feed, total, held_out, profile, keeper, emit)
+        except PeerLost:
+            keeper.rescue()
+            raise
         if prompt and not engine.stopping:
             _sample("after", engine, prompt, emit)
         trace = profile.trace(engine.everybody)
@@ -94,6 +99,7 @@ def _steps(
             emit({"kind": "at", "step": done, "action": "evaluating"})
             eval_loss = engine.evaluate(held_out.walk(0, engine.rows.size, engine.rows.index))["loss"]
             emit({"kind": "eval", "step": done, "eval_loss": eval_loss})
+        keeper.remember(done)
         keeper.after(done, eval_loss, last=done == total)
         if engine.stopping:
             break

@@ -72,3 +72,11 @@ class Board:
     @property
     def called_off(self) -> bool:
         return self.page[1] == 1
+
+    def promise(self) -> None:
+        """Tell the parent that ranks have something to save should one of them be lost."""
+        self.page[2] = 1
+
+    @property
+    def promised(self) -> bool:
+        return self.page[2] == 1

@@ -20,6 +20,7 @@ from stretto.launch.worker import Event, Rank
 
 ECHO_WAIT = 2.0  # seconds that the others have to tell their side when only echoes of a failure are known
 ROOT_WAIT = 0.3  # seconds, when a cause is known: only an even earlier one could still come
+RESCUE_WAIT = 90.0  # seconds, where the others save what their memory holds of the lost one: until each has told its loss
 FAREWELL = 1.5  # seconds from SIGTERM to SIGKILL
 LEAVING = 5.0  # seconds that a rank whose work is done may take to end by itself
 
@@ -112,6 +113,8 @@ def _enough_said(group: Ranks, waited: float) -> bool:
     """Whether the failure to report can be chosen: everybody spoke, or nothing better is to be expected."""
     cause_known = any(_failed(child) and not (child.failure and child.failure.consequence) for child in group.children)
     everybody = all(_failed(child) or child.finished for child in group.children)
+    if group.board.promised:
+        return everybody or waited > RESCUE_WAIT
     return everybody or waited > (ROOT_WAIT if cause_known else ECHO_WAIT)
 
 

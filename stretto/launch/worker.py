@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 class Rank:
     """One rank's line to whoever started it: `emit` events, ask `stop()` between steps.
 
-    Events of kind "at" (step, action) are only noted on the board: they cost a microsecond, so send one for each
+    Events of kind "at" (step, action) and "holds" are only noted on the board: they cost a microsecond, so send one for each
     action. Of all others those of rank 0 reach the parent, so that every rank may emit the same ones.
     """
 
@@ -47,6 +47,8 @@ class Rank:
         """Tell an event; see the class."""
         if event["kind"] == "at":
             self.board.write(self.rank, event.get("step"), event.get("action", ""))
+        elif event["kind"] == "holds":
+            self.board.promise()
         elif self.rank == 0:
             self.deliver(event)
 

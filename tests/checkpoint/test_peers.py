@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,13 +16,18 @@ from hypothesis import strategies as st
 from keeping import RANKS, Keeping, batches, engine_of
 from torch.distributed import HashStore
 
+from stretto.checkpoint.load import read_manifest, whole
 from stretto.checkpoint.manifest import NAME
 from stretto.checkpoint.parts import HostCopy, Part
 from stretto.checkpoint.peers import Peers, PeerStore, keepers
+from stretto.checkpoint.rescue import rescue
 from stretto.checkpoint.save import Content
 from stretto.checkpoint.shelf import Shelf, name_of
+from stretto.checkpoint.store import LocalStore
 from stretto.checkpoint.vault import Address, Held, Line, Vault
+from stretto.comm.nodes import Nodes, Post
 from stretto.comm.threads import run_threads
+from stretto.comm.transport import World
 from stretto.errors import Damaged, JobError, PeerLost, RunError
 from stretto.layout.layout import Box
 
@@ -191,3 +198,57 @@ def test_after_a_rank_is_killed_its_state_is_read_from_its_neighbour_and_the_run
         ranks.kill(other)
         with pytest.raises((JobError, Damaged)):  # its neighbour's state went with it
             run_threads(lambda world: go_on(world, 5, "dp=1"), 1)
+
+
+def test_on_several_machines_a_copy_goes_to_another_machine_at_its_address():
+    board = HashStore()
+    posts = [Post(0, "one", "127.0.0.2", 1), Post(1, "two", "127.0.0.3", 1)] * 2  # ranks 0 and 2, 1 and 3
+    worlds = [replace(World.alone("cpu"), rank=rank, size=4, store=board, nodes=Nodes(rank, posts)) for rank in range(4)]
+    peers = [Peers.of(world) for world in worlds]
+    assert all(posts[rank].node != posts[kept].node for rank, kept in peers[0].placement.items()) and len(peers[0].placement) == 4
+    assert [one.vault.address.host for one in peers] == ["127.0.0.2", "127.0.0.3"] * 2
+    for one in peers:
+        one.close()
+    (alone,) = {tuple(Peers.of(replace(world, nodes=None, store=HashStore())).placement.items()) for world in worlds}
+    assert dict(alone) == keepers([(0,), (1,), (2,), (3,)])
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_whoever_is_left_saves_the_newest_step_of_which_all_is_held_once(lost, tmp_path):
+    board = HashStore()
+    made = [Peers(board, rank, [(0,), (1,), (2,)], patience=5.0) for rank in range(3)]
+    third = lambda rank, value: [Part("model/w", (12,), (Box((4 * rank,), (4,)),), torch.full((4,), float(value)), (0, 4))]
+    for step in (1, 2):
+        for rank in range(3):
+            content = Content(step, "dp=3", 3, state={"steps": step})
+            made[rank].keep(made[rank].take(step, third(rank, step + 10 * rank), pinned=False), content)
+    addresses = made[0].addresses(range(3))
+    made[lost].vault.close()
+    made[lost].vault.held.clear()
+    shelf = Shelf(LocalStore(tmp_path / "c"))
+    found = {}
+
+    def of_rank(rank):
+        found[rank] = rescue(made[rank].vault, rank, addresses, shelf, patience=10.0)
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(3) if rank != lost]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found.values()) == {2} and shelf.steps() == [2] and os.listdir(tmp_path / "c") == [name_of(2)]
+    manifest = read_manifest(shelf.store, name_of(2))
+    value = whole(shelf.store, name_of(2), manifest, "model/w")
+    assert value.tolist() == [2.0] * 4 + [12.0] * 4 + [22.0] * 4
+    first = min(found)
+    again = Peers(HashStore(), first, [(first,)])
+    assert rescue(again.vault, 0, [again.vault.address], shelf) is None  # nothing newer is held
+
+
+def test_where_the_disk_is_full_the_others_are_told_that_nothing_was_saved(tmp_path, monkeypatch):
+    peers = Peers(HashStore(), 0, [(0,)])
+    kept(peers, 0, 1, 1)
+    monkeypatch.setattr(LocalStore, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert rescue(peers.vault, 0, [peers.vault.address], Shelf(LocalStore(tmp_path))) is None
+    line = Line(peers.vault.address, 5.0)
+    assert line.ask(what="rescued") is None
