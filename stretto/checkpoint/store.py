@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -56,6 +57,12 @@ class Store(Protocol):
     def free(self) -> int | None:
         """Bytes that can still be written; None: nobody knows."""
 
+    def claim(self) -> Callable[[], None]:
+        """Make sure that it can be written, and that no other run writes there; what gives the claim up again.
+
+        Raises JobError, OSError. Where nobody can tell of others, it is not told.
+        """
+
     def path(self, name: str) -> str:
         """How a user would name it."""
 
@@ -79,7 +86,10 @@ class Disk:
         os.rename(path, to)
 
     def remove(self, path: Path) -> None:
-        shutil.rmtree(path)
+        if path.is_symlink():  # somebody keeps that checkpoint elsewhere
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 class LocalStore:
@@ -126,7 +136,7 @@ class LocalStore:
     def folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False))
+        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
 
     def complete(self, name: str) -> bool:
         return (self.root / name / NAME).is_file()
@@ -148,6 +158,15 @@ class LocalStore:
         there = next((path for path in (self.root, *self.root.absolute().parents) if path.is_dir()), None)
         return None if there is None else shutil.disk_usage(there).free
 
+    def claim(self) -> Callable[[], None]:
+        self.disk.make(self.root)
+        probe = self.root / self.temporary("probe", uuid.uuid4().hex[:8])
+        probe.mkdir()
+        probe.rmdir()
+        return hold(
+            self.root, f"{self.where}: another run saves its checkpoints there now; wait for its end, or write checkpoint.folder=DIR"
+        )
+
     def path(self, name: str) -> str:
         return str(self.root / name)
 
@@ -157,6 +176,27 @@ class LocalStore:
             self.disk.sync(file)
         finally:
             os.close(file)
+
+
+def hold(folder: Path, refusal: str) -> Callable[[], None]:
+    """Be the one process that holds a folder until what is returned is called, or the process ends however it does.
+
+    Raises JobError(refusal) if another one has it. On systems and file systems without such locks everybody gets it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return lambda: None
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise JobError(refusal) from None
+    except OSError:
+        pass
+    held = [file]
+    return lambda: os.close(held.pop()) if held else None
 
 
 class ObjectStore:
@@ -212,6 +252,9 @@ class ObjectStore:
 
     def free(self) -> int | None:
         return None
+
+    def claim(self) -> Callable[[], None]:
+        return lambda: None
 
     def path(self, name: str) -> str:
         return f"{self.where}/{name}"

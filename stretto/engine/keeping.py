@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from stretto.checkpoint.peers import Peers
+from stretto.checkpoint.rescue import rescue
 from stretto.checkpoint.shelf import Keep, Shelf, name_of
 from stretto.checkpoint.store import open_store
+from stretto.checkpoint.vault import Address
 from stretto.data.feed import Feed
 from stretto.errors import Damaged, JobError, RunError, StrettoError
 from stretto.models.pretrained import config_of
@@ -30,6 +33,10 @@ class Keeper:
         self.failures = 0
         self.writing: Writing | None = None
         self.writing_best: tuple[int, float] | None = None
+        self.peers = Peers.of(engine.world) if self.keys.memory and self.shelf is not None and engine.world.size > 1 else None
+        self.vaults: list[Address] = []
+        self.let_go: Callable[[], None] = lambda: None  # of the place where checkpoints lie
+        self.keeping: Writing | None = None  # a copy that is on its way to a neighbour's memory
 
     # -- going on --------------------------------------------------------------------------------------------------
 
@@ -53,6 +60,8 @@ class Keeper:
             self.saved = step
             self.best = tuple(notes["best"]) if notes.get("best") else None
             self.feed.go_on(self.engine.steps, notes["samples"])
+            self._tell_other_data(notes)
+            self._of_rank_0(functools.partial(self._retire, self.best))  # only now: this one is known to be whole
             self.emit({"kind": "resumed", "step": step, "path": self.shelf.path(step)})
             return
         if self.keep.resume == "yes":
@@ -60,8 +69,35 @@ class Keeper:
         self.emit({"kind": "note", "text": f"no checkpoint in {self.shelf.store.where} to go on from: starting at step 1"})
         self.emit({"kind": "resumed", "step": 0})
 
-    def _look(self) -> list[int]:
+    def _tell_other_data(self, notes: Mapping[str, Any]) -> None:
+        """Say it where a sample's number means another sample than it did: nothing is wrong then, but some may come twice or never."""
+        was, now = notes.get("data") or {}, self._data()
+        changed = [f"{key} was {was[key]} and is {now[key]}" for key in now if key in was and was[key] != now[key]]
+        if changed:
+            self.emit({"kind": "note", "text": f"the data is not as it was: {'; '.join(changed)}; it goes on at sample {notes['samples']}"})
+
+    def _data(self) -> dict[str, Any]:
+        """What decides which sample has which number."""
+        job = self.engine.job
+        keys = ("source", "split", "column", "tokenizer")
+        told = {f"data.{key}": getattr(job.data, key) for key in keys}
+        return {**told, "seed of the data": job.seed if job.data.seed is None else job.data.seed, "batch.seq_len": job.batch.seq_len}
+
+    def _retire(self, best: tuple[int, float] | None) -> None:
+        """Remove the checkpoints that need not be kept; a crash may have come between a save and this."""
         assert self.shelf is not None
+        self.shelf.retire(self.keys.keep, self.keys.keep_every, best[0] if best and self.keys.best else None)
+
+    def _look(self) -> list[int]:
+        """The steps that there are, once the place is this run's alone and what crashes have left is gone. On rank 0."""
+        assert self.shelf is not None
+        if self.keys.every or self.shelf.store.folders():
+            try:
+                self.let_go = self.shelf.store.claim()
+            except OSError as error:
+                raise JobError(
+                    f"{self.shelf.store.where} cannot be written ({error.strerror or error}); write checkpoint.folder=DIR with one that can"
+                ) from None
         self.shelf.sweep()
         return self.shelf.steps()
 
@@ -100,6 +136,32 @@ class Keeper:
         self._settle(wait=True)
         self._begin(step, best, background=self.keys.background and not (last or ending))
 
+    # -- copies in memory ------------------------------------------------------------------------------------------
+
+    def remember(self, step: int) -> None:
+        """Step `step` is done: keep it in memory, if it is time. Raises PeerLost where the neighbour that keeps the last one is gone."""
+        if self.peers is None or step % self.keys.memory:
+            return
+        if not self.vaults:  # known beforehand: when they are needed, the store may be gone
+            world = self.engine.world
+            self.engine.everybody.objects(None, reason="vaults")
+            self.vaults = self.peers.addresses(range(world.size))
+            self.emit({"kind": "holds"})
+        if self.keeping is not None:
+            self.keeping.wait()
+        self.keeping = self.engine.saver.keep(self.peers, self._notes(step, self.best))
+
+    def rescue(self) -> None:
+        """A rank is lost: what memory holds of the newest step becomes a checkpoint, if there is no newer one. Every rank that is left
+        calls it, once."""
+        if self.peers is None or self.shelf is None or not self.vaults:
+            return
+        step = rescue(self.peers.vault, self.engine.world.rank, self.vaults, self.shelf)
+        if step is not None:
+            self.emit({"kind": "note", "text": f"a rank is lost; step {step} was in memory and is saved in {self.shelf.path(step)}"})
+
+    # -- at the end ------------------------------------------------------------------------------------------------
+
     def export(self) -> None:
         """After the last step: the model as a folder of its own, named by the step; one that is there already is not written again."""
         if self.keys.export == "none" or self.keep.export is None or self.keep.last or self.engine.stopping:
@@ -126,13 +188,17 @@ class Keeper:
     def close(self) -> None:
         """Wait until the last save is done, and report it."""
         self._settle(wait=True)
+        if self.keeping is not None:
+            self.keeping.wait()
+        if self.peers is not None:
+            self.engine.everybody.objects(None, reason="vaults")  # nobody sends to one that is closed
+            self.peers.close()
 
     def _begin(self, step: int, best: tuple[int, float] | None, background: bool) -> None:
         assert self.shelf is not None
         self.emit({"kind": "at", "step": step, "action": "saving"})
         started = time.perf_counter()
-        notes = {"samples": self.feed.position(step), "best": best}
-        keep_best = best[0] if best and self.keys.best else None
+        notes = self._notes(step, best)
         patience = self.engine.job.comm.step_timeout
         self.saved = step
         try:
@@ -142,7 +208,7 @@ class Keeper:
                 notes,
                 patience,
                 background=background,
-                then=functools.partial(self.shelf.retire, self.keys.keep, self.keys.keep_every, keep_best),
+                then=functools.partial(self._retire, best),
             )
         except RunError as error:
             self._failed(step, error, final=not background)
@@ -150,6 +216,10 @@ class Keeper:
         self.writing.step, self.writing.stall = step, time.perf_counter() - started
         self.writing_best = best
         self._settle(wait=not background)
+
+    def _notes(self, step: int, best: tuple[int, float] | None) -> dict[str, Any]:
+        """What resume wants back."""
+        return {"samples": self.feed.position(step), "best": best, "data": self._data()}
 
     def _still_writing(self) -> bool:
         """Whether any rank is. Collective: all ranks come to the same answer."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from stretto.checkpoint.store import hold
 from stretto.errors import JobError, RunError
 
 Status = Literal["running", "done", "interrupted", "failed"]
@@ -67,6 +68,7 @@ class RunFolder:
         self.logs = path / "logs"
         self._made = made  # the topmost folder that was not there before
         self._before = before  # of a run that goes on: the files that opening it replaced
+        self._let_go = hold(path, f"--out {path}: a process runs in it now{_state(path)}; wait for its end, or stop it")
         self._metrics = (path / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
 
     @classmethod
@@ -133,6 +135,7 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+        self._let_go()
 
     def discard(self) -> None:
         """Take away what this run put here: it was refused before its first step. A run that was to go on is as it was."""
@@ -156,11 +159,15 @@ def refuse_a_run(path: Path) -> None:
         raise JobError(f"--out {path} is a file; write --out DIR with a folder, new or empty")
     if not holds_a_run(path):
         return
-    found = told_in(path)
-    state = f" ({found['status']}, step {found['step']})" if {"status", "step"} <= set(found) else ""
     raise JobError(
-        f"--out {path} holds a run already{state}; write another --out, --resume to go on with it, or remove that folder to start over"
+        f"--out {path} holds a run already{_state(path)}; write another --out, --resume to go on, or remove that folder to start over"
     )
+
+
+def _state(path: Path) -> str:
+    """As ' (running, step 12)'; nothing where no status is told."""
+    found = told_in(path)
+    return f" ({found['status']}, step {found['step']})" if {"status", "step"} <= set(found) else ""
 
 
 def holds_a_run(path: Path) -> bool:

@@ -9,19 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from running import TOKENS, losses, of, run
 
 from stretto.checkpoint.convert import convert
 from stretto.checkpoint.kinds import inspect
 from stretto.checkpoint.shelf import Keep, Shelf
 from stretto.checkpoint.store import Disk, LocalStore, open_store
-from stretto.comm.threads import run_threads
 from stretto.engine import keeping
-from stretto.engine.loop import train
 from stretto.errors import JobError, RunError
 from stretto.job import Job
-
-SHAPE = {"blocks": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 12}
-LENGTH, TOKENS = 8, 500  # 62 samples of 8 tokens: a little more than five batches of 12
 
 
 @pytest.fixture(scope="module")
@@ -30,30 +26,6 @@ def text(tmp_path_factory):
     draw = random.Random(0)
     path.write_text("".join(draw.choice("abcdefgh \n") for _ in range(TOKENS)))
     return path
-
-
-def run(text, keep, ranks=2, stop_after=None, **keys):
-    """The events of rank 0 of a run; stop_after: ranks are asked to stop after that step."""
-    usual = {"model": {"name": "tiny", **SHAPE}, "data": f"text:{text}", "batch.size": 12, "batch.seq_len": LENGTH, "precision": "fp64"}
-    length = {} if {"epochs", "tokens"} & set(keys) else {"steps": 8}
-    job = Job.load({**usual, **length, "mesh": f"dp={ranks}"}, **keys).resolve(None, "cpu", 0)
-    heard = [[] for _ in range(ranks)]
-
-    def rank(world):
-        events = heard[world.rank]
-        stop = lambda: stop_after is not None and events[-1].get("step") == stop_after
-        train(job, world, events.append, stop, keep)
-
-    run_threads(rank, ranks)
-    return heard[0]
-
-
-def of(kind, events):
-    return [event for event in events if event["kind"] == kind]
-
-
-def losses(events):
-    return {event["step"]: event["loss"] for event in of("step", events)}
 
 
 @pytest.fixture
