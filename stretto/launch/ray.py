@@ -25,7 +25,7 @@ from stretto.job import Job
 from stretto.launch.board import Board, Place
 from stretto.launch.devices import Devices
 from stretto.launch.failure import Failure, RankFailed, first
-from stretto.launch.local import ECHO_WAIT, ROOT_WAIT, stop_signals
+from stretto.launch.local import ECHO_WAIT, RESCUE_WAIT, ROOT_WAIT, stop_signals
 from stretto.launch.payload import pack, unpack
 from stretto.launch.training import Ready, fitting, train_rank
 from stretto.launch.worker import Event, Rank
@@ -182,7 +182,7 @@ class RayCluster:
         left = self.max_failures
         while True:
             try:
-                with Actors(Mesh.parse(job.mesh), job.device == "cuda", logs) as actors:
+                with Actors(Mesh.parse(job.mesh), job.device == "cuda", logs, rescues=job.checkpoint.memory > 0) as actors:
                     return actors.run(pack(train_rank, (job, keep), train_rank), on_event)
             except RankFailed as error:
                 if not left:
@@ -194,11 +194,12 @@ class RayCluster:
 
 @dataclass
 class Actors:
-    """The actors of one attempt. Used as a context: they are gone at its end."""
+    """The actors of one attempt. Used as a context: they are gone at its end. rescues: if one is lost, others have something to save."""
 
     mesh: Mesh
     gpus: bool
     logs: Path | None
+    rescues: bool = False
     actors: list[Any] = field(default_factory=list)
     group: Any = None
     asked: bool = False
@@ -280,7 +281,8 @@ class Actors:
                     on_event({"kind": "stop", "signal": signals[-1]})
                     ray.get([actor.ask_to_stop.remote() for actor in seated])
                 known = any(not failure.consequence for failure in failures.values())
-                if trouble and time.monotonic() - trouble > (ROOT_WAIT if known else ECHO_WAIT):
+                patience = RESCUE_WAIT if self.rescues else ROOT_WAIT if known else ECHO_WAIT
+                if trouble and time.monotonic() - trouble > patience:
                     break
         if failures:
             failure = first(failures.values())

@@ -160,7 +160,8 @@ def refuse_a_run(path: Path) -> None:
     if not holds_a_run(path):
         return
     raise JobError(
-        f"--out {path} holds a run already{_state(path)}; write another --out, --resume to go on, or remove that folder to start over"
+        f"--out {path} holds a run already{_state(path)}; write another --out, --resume to go on with it, "
+        "or remove that folder to start over"
     )
 
 

@@ -249,6 +249,7 @@ def _recorded(recorder: Recorder, total: int | None, until: int | None, again: s
         why = error.failure.headline if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # a full disk may be what it failed of
             recorder.finish("failed", why)
+        recorder.folder.close()
         raise
     total = total or recorder.total
     whole = total is None or recorder.step >= total

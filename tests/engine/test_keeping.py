@@ -261,6 +261,22 @@ def test_one_that_is_due_while_the_last_is_being_written_waits_or_is_skipped(bus
     assert len(skipped) == 8 - len(steps)
 
 
+@pytest.mark.parametrize("busy", ["skip", "wait"])
+def test_asked_to_stop_while_one_is_being_written_both_are_saved(busy, text, place, disk, monkeypatch):
+    disk.gate = threading.Event()
+    saved = keeping.Keeper.after
+
+    def after(self, step, *args, **kwargs):
+        if step == 3:  # asked to stop in it, and step 2 is still on its way
+            assert not self.writing.done
+            threading.Timer(0.2, disk.gate.set).start()
+        saved(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(keeping.Keeper, "after", after)
+    events = run(text, Keep(place), ranks=1, stop_after=3, **{"checkpoint.every": 2, "checkpoint.busy": busy})
+    assert [event["step"] for event in of("saved", events)] == [2, 3] == sorted(losses(events))[1:]
+
+
 def test_a_checkpoint_tells_the_job_and_the_mesh_it_came_from(text, place):
     run(text, Keep(place), stop_after=1)
     manifest = json.loads(Path(place, "step-00000001", "manifest.json").read_text())

@@ -104,6 +104,17 @@ def test_a_run_that_goes_on_keeps_its_rows_up_to_where_it_goes_on_from_and_no_ro
     assert json.loads((tmp_path / "run" / "status.json").read_text())["mesh"] == "dp=4"
 
 
+def test_while_a_process_runs_in_a_folder_no_other_goes_on_in_it_and_nothing_of_it_changes(tmp_path):
+    first = made(tmp_path / "run")
+    rows(first, 1)
+    before = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(JobError, match=r"a process runs in it now \(running, step 0\); wait for its end, or stop it"):
+        RunFolder.reopen(tmp_path / "run", "steps = 9\n", {}, "dp=4")
+    assert before == {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    first.close()
+    RunFolder.reopen(tmp_path / "run", "steps = 9\n", {}, "dp=4").close()
+
+
 def test_a_run_that_could_not_go_on_is_as_it_was(tmp_path):
     first = made(tmp_path / "run")
     rows(first, 1, 2)
