@@ -2,11 +2,13 @@
 
     python benchmarks/checkpoint.py                          # job 120m with AdamW on 2 ranks, about 1.5 GB
     python benchmarks/checkpoint.py --job tiny --rounds 2    # a small one
+    python benchmarks/checkpoint.py --out benchmarks/results/checkpoint-120m.json    # kept, with a table in markdown beside it
 
 Both save the state of the same kind of run: stretto's Engine at ZeRO 3, and FSDP2 with torch.optim.AdamW on the same model. They take
 turns (A B A B) in one run of the same ranks, and each line is the median of its rounds. DCP is asked in its ways: `save`, `async_save`
-in a thread, and both with cached plans; the best of them is what stretto is held against. Memory is the growth of the process's peak
-(VmHWM, reset before) over what it held, on the rank where it is largest.
+in a thread, and both with cached plans; in each round the best of them is what stretto is held against. A time is that of the slowest
+rank. Files are on the disk when a save is done, for both. Memory is the growth of the process's peak (VmHWM, reset before) over what it
+held, on the rank where it is largest.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where checkpoints are written for the time of the run (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file; a table in markdown is written beside it")
     asked = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(asked)
@@ -197,7 +199,7 @@ def rank_main(asked: argparse.Namespace) -> None:
                 elif way == "stretto background" and rank == 0:
                     found[way]["first memory"] = [float(grown)]  # with the host copy, which later saves have already
         if rank == 0:
-            tell(asked, {way: {key: statistics.median(values) for key, values in row.items()} for way, row in found.items()}, ours.bytes_)
+            tell(asked, found, ours.bytes_)
     finally:
         ours.close()
         if rank == 0:
@@ -205,26 +207,40 @@ def rank_main(asked: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def tell(asked: argparse.Namespace, rows: dict[str, dict[str, float]], bytes_: int) -> None:
-    """The table, and the three ratios that are aimed at."""
-    best = {key: min(row[key] for way, row in rows.items() if way.startswith("DCP")) for key in ("stall", "save", "load")}
-    stall = rows["stretto background"]["stall"]
+def tell(asked: argparse.Namespace, found: dict[str, dict[str, list[float]]], bytes_: int) -> None:
+    """The table, and the ratios that are aimed at: of each round, then their median."""
+    ours, theirs = [found["stretto"], found["stretto background"]], [row for way, row in found.items() if way.startswith("DCP")]
+    rounds = range(asked.rounds)
+    best = lambda rows, key, turn: min(row[key][turn] for row in rows)
+    waits = [row for way, row in found.items() if "async" in way]
     ratios = {
-        "stall of async_save / ours": min(row["stall"] for way, row in rows.items() if "async" in way) / stall,
-        "DCP's best save / ours": best["save"] / min(rows["stretto"]["save"], rows["stretto background"]["save"]),
-        "DCP's best load / ours": best["load"] / min(rows["stretto"]["load"], rows["stretto background"]["load"]),
-        "memory on top / own state": rows["stretto background"]["first memory"] / bytes_,
+        "stall of async_save / ours": [best(waits, "stall", turn) / ours[1]["stall"][turn] for turn in rounds],
+        "DCP's best save / ours": [best(theirs, "save", turn) / best(ours, "save", turn) for turn in rounds],
+        "DCP's best load / ours": [best(theirs, "load", turn) / best(ours, "load", turn) for turn in rounds],
+        "memory on top / own state": [found["stretto background"]["first memory"][0] / bytes_],
     }
-    if asked.json:
-        print(json.dumps({"job": asked.job, "ranks": asked.ranks, "bytes_a_rank": bytes_, "rows": rows, "ratios": ratios}))
-        return
-    print(f"{asked.job}, {asked.ranks} ranks, {bytes_ / 1e6:.1f} MB a rank, median of {asked.rounds}")
-    print(f"{'':30} {'stall':>9} {'save':>9} {'load':>9} {'memory':>10}")
-    for way, row in rows.items():
-        times = " ".join(f"{row[key]:8.3f}s" for key in ("stall", "save", "load"))
-        print(f"{way:30} {times} {row['memory'] / 1e6:7.1f} MB")
-    for what, ratio in ratios.items():
-        print(f"{what}: {ratio:.2f}")
+    aims = dict(zip(ratios, (">= 3", ">= 1", ">= 1", "1"), strict=True))
+    lines = ["| | stall s | save s | load s | memory on top MB |", "| --- | --- | --- | --- | --- |"]
+    for way, row in found.items():
+        times = " | ".join(f"{statistics.median(row[key]):.3f}" for key in ("stall", "save", "load"))
+        lines.append(f"| {way} | {times} | {statistics.median(row['memory']) / 1e6:.1f} |")
+    lines += ["", "| | median | rounds | aimed at |", "| --- | --- | --- | --- |"]
+    for what, values in ratios.items():
+        lines.append(f"| {what} | {statistics.median(values):.2f} | {min(values):.2f}-{max(values):.2f} | {aims[what]} |")
+    size = f"{asked.ranks} ranks, {bytes_ / 1e6:.0f} MB a rank, {asked.rounds} rounds in turn"
+    title = f"# Checkpoints beside DCP: {asked.job} with AdamW, {size}"
+    print("\n".join([title, "", *lines]), flush=True)
+    if asked.out:
+        from stretto.launch.runfolder import environment_facts
+
+        command = ["python", "benchmarks/checkpoint.py", *sys.argv[1:]]
+        machine = {name: fact for name, fact in environment_facts(command, "cpu", 0).items() if name not in ("host", "gpus", "threads")}
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine, "bytes_a_rank": bytes_, "rounds": found, "ratios": ratios}
+        asked.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        versions = f"python {machine['python']}, torch {machine['versions']['torch']}, commit {machine['commit']}"
+        where = f"`{' '.join(command)}` on {machine['cpu']}, {machine['cores']} cores; {versions}; {machine['time']}"
+        asked.out.with_suffix(".md").write_text("\n".join([title, "", where, "", *lines]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,13 @@ AS_HERE: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "openai_gelu": (False, None),
         "attention_output_gate": (False, None),
         "window_size": (None,),
+        "position_embedding_type": ("rope", "learned_absolute", None),
+        "no_rope_freq": (None,),
+        "apply_residual_connection_post_layernorm": (False, None),
+        "softmax_type": ("vanilla", None),
+        "quick_geglu": (False, None),
+        "glu_linear_offset": (0.0, None),
+        "activation_func_clamp_value": (None,),
     }
 )
 

@@ -20,6 +20,8 @@ from stretto.errors import PeerLost
 #: Steps of a rank that stay: while one arrives, the one before it is whole.
 KEPT = 2
 TOKEN = 32
+#: Seconds in which a machine that is up answers a call.
+REACH = 3.0
 
 
 class Address(NamedTuple):
@@ -130,7 +132,8 @@ class Line:
     def __init__(self, address: Address, patience: float) -> None:
         self.address = address
         try:
-            self._socket = socket.create_connection((address.host, address.port), timeout=patience)
+            self._socket = socket.create_connection((address.host, address.port), timeout=min(patience, REACH))
+            self._socket.settimeout(patience)
             self._socket.sendall(address.token.encode())
         except OSError as error:
             raise self._lost(error) from None
