@@ -49,6 +49,11 @@ class Keeper:
             return
         steps = self._of_rank_0(self._look)
         if self.keep.resume == "no":
+            if steps:  # they would count as newer than those of this run, which would be removed in their place
+                raise JobError(
+                    f"{self.shelf.store.where} holds checkpoints of a run already, up to step {steps[0]}; write another checkpoint.folder, "
+                    "--resume to go on with that run, or remove them"
+                )
             return
         for step in steps:
             try:
@@ -191,7 +196,12 @@ class Keeper:
         if self.keeping is not None:
             self.keeping.wait()
         if self.peers is not None:
-            self.engine.everybody.objects(None, reason="vaults")  # nobody sends to one that is closed
+            self.engine.everybody.objects(None, reason="vaults")  # before anybody leaves: nobody sends to a vault that is closed
+
+    def leave(self) -> None:
+        """However the run ends: give up the place, and what is held in memory. Not collective."""
+        self.let_go()
+        if self.peers is not None:
             self.peers.close()
 
     def _begin(self, step: int, best: tuple[int, float] | None, background: bool) -> None:

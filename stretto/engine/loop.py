@@ -53,7 +53,7 @@ def train(job: Job, world: World, emit: Emit, stop: Callable[[], bool], keep: Ke
         engine.asked_to_stop = stop
         torch.manual_seed(stable_number("dropout", job.seed, engine.rows.index))  # rows of different ranks drop different units
         keeper = Keeper(engine, feed, keep, emit)
-        opened.callback(lambda: keeper.let_go())
+        opened.callback(keeper.leave)
         keeper.check_export()
         keeper.resume()
         if engine.steps:  # the rest of the data may be another number of steps than it was

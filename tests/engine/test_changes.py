@@ -124,6 +124,14 @@ def test_two_runs_cannot_save_in_one_place_at_once_and_the_first_goes_on(text, p
     run(text, Keep(place, "yes"), ranks=1, steps=9, **{"checkpoint.every": 3})  # and now it is free
 
 
+def test_a_new_run_does_not_save_among_the_checkpoints_of_another(text, place):
+    """Its own, of lower steps, would be removed as the older ones; and a later resume would take the other run's."""
+    run(text, Keep(place), **{"checkpoint.every": 4, "checkpoint.keep": 1})
+    with pytest.raises(JobError, match="holds checkpoints of a run already, up to step 8; write another checkpoint.folder, --resume"):
+        run(text, Keep(place), **{"checkpoint.every": 1, "checkpoint.keep": 1})
+    assert os.listdir(place) == ["step-00000008"]
+
+
 def test_a_place_that_cannot_be_written_is_told_before_the_first_step(text, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match=r"file/c cannot be written \(Not a directory\); write checkpoint.folder=DIR"):
