@@ -6,8 +6,11 @@ Names are paths below the store's root, with / between their parts. What is writ
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +21,9 @@ from stretto.errors import Damaged, JobError
 
 #: Bytes handed to the system at a time.
 CHUNK = 1 << 24
+
+
+SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
 
 
 class Store(Protocol):
@@ -79,6 +85,12 @@ class Disk:
     def write(self, file: int, view: memoryview) -> int:
         return os.write(file, view)
 
+    def hurry(self, file: int, start: int, length: int) -> None:
+        """Let the system begin to bring these bytes to the medium, while more are made; else it begins at `sync`. Promises nothing."""
+        begin = _sync_file_range()
+        if begin is not None:
+            begin(file, start, length, SYNC_FILE_RANGE_WRITE)
+
     def sync(self, file: int) -> None:
         os.fsync(file)
 
@@ -113,10 +125,13 @@ class LocalStore:
         self.disk.make(path.parent)
         file = self.disk.create(path)
         try:
+            written = 0
             for chunk in chunks:
                 at = 0
                 while at < len(chunk):
                     at += self.disk.write(file, chunk[at : at + CHUNK])
+                self.disk.hurry(file, written, len(chunk))
+                written += len(chunk)
             self.disk.sync(file)
         finally:
             os.close(file)
@@ -176,6 +191,15 @@ class LocalStore:
             self.disk.sync(file)
         finally:
             os.close(file)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
+    """The call of Linux that begins to write a part of a file to its medium; None elsewhere."""
+    found: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
 
 
 def hold(folder: Path, refusal: str) -> Callable[[], None]:

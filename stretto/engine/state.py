@@ -170,8 +170,10 @@ class EngineState:
         return wanted
 
     def fresh_states(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
-        """State for each piece here as the checkpoint has it, scalars filled in, tensors still to be filled. Raises JobError."""
+        """State for each piece here as the checkpoint has it, scalars filled in, tensors still to be filled: those that the optimizer has
+        now, where they fit. Raises JobError."""
         states: dict[str, dict[str, Any]] = {}
+        present: Mapping[Any, Mapping[str, Any]] = self.engine.optimizer.state if self.engine.optimizer else {}
         there = state_keys(manifest)
         groups = self.engine.optimizer.param_groups if self.engine.optimizer else []
         on_device = {param for group in groups if group.get("fused") or group.get("capturable") for param in group["params"]}
@@ -185,7 +187,10 @@ class EngineState:
                 else:
                     entry = manifest.tensors[name]
                     dtype_ = self._dtype_now(piece, entry, manifest)
-                    if entry.shape == shape:
+                    there_now = present.get(piece.value, {}).get(key)
+                    if entry.shape == shape and _fits(there_now, piece.value, dtype_):
+                        value = there_now
+                    elif entry.shape == shape:
                         value = torch.zeros_like(piece.value, dtype=dtype_, requires_grad=False)
                     else:
                         self._check_whole(piece, layout, name, entry.shape)
@@ -300,6 +305,11 @@ class EngineState:
         parameter = manifest.tensors.get(f"model/{piece.name}")
         follows = parameter is not None and entry.dtype == parameter.dtype
         return piece.value.dtype if follows else DTYPES[entry.dtype]
+
+
+def _fits(value: Any, like: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a state can take values of `like`'s shape in this dtype."""
+    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == (like.shape, dtype, like.device)
 
 
 def state_keys(manifest: Manifest) -> dict[str, list[str]]:
