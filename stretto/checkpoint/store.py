@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from stretto.checkpoint.claim import hold
 from stretto.checkpoint.manifest import NAME
 from stretto.errors import Damaged, JobError
 
@@ -200,27 +201,6 @@ def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
     if found is not None:
         found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return found
-
-
-def hold(folder: Path, refusal: str) -> Callable[[], None]:
-    """Be the one process that holds a folder until what is returned is called, or the process ends however it does.
-
-    Raises JobError(refusal) if another one has it. On systems and file systems without such locks everybody gets it.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return lambda: None
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise JobError(refusal) from None
-    except OSError:
-        pass
-    held = [file]
-    return lambda: os.close(held.pop()) if held else None
 
 
 class ObjectStore:

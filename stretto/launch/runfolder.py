@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.checkpoint.store import hold
+from stretto.checkpoint.claim import hold
 from stretto.errors import JobError, RunError
 
 Status = Literal["running", "done", "interrupted", "failed"]
