@@ -54,13 +54,20 @@ def snapshots(program: Program) -> Iterator[Snapshot]:
 
 def check_drawable(program: Program) -> None:
     """JobError if nobody could read the picture."""
-    if program.ranks > MOST_RANKS:
-        raise JobError(f"a picture of {program.ranks} ranks cannot be read; write --ranks {MOST_RANKS} or less")
+    check_countable(program.ranks, 1)
     if program.rounds > MOST_ROUNDS or program.chunks > MOST_CHUNKS:
         raise JobError(
             f"{program} has {program.rounds} rounds and {program.chunks} chunks, and a picture shows {MOST_ROUNDS} and {MOST_CHUNKS}; "
             f"write fewer --ranks or --pieces"
         )
+
+
+def check_countable(ranks: int, pieces: int) -> None:
+    """The same of numbers alone, before a program of them is made: of many ranks that takes minutes, and all memory."""
+    if ranks > MOST_RANKS:
+        raise JobError(f"a picture of {ranks} ranks cannot be read; write --ranks {MOST_RANKS} or less")
+    if pieces > MOST_CHUNKS:
+        raise JobError(f"a picture of {pieces} pieces cannot be read; write --pieces {MOST_CHUNKS} or less")
 
 
 def svg(program: Program) -> str:

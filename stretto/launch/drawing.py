@@ -65,12 +65,13 @@ def _collective_options(parser: ArgumentParser) -> None:
 
 
 def _collective(asked: Namespace, load: Load) -> Path:
-    from stretto.draw.collective import svg
+    from stretto.draw.collective import check_countable, svg
     from stretto.draw.collective_page import page
     from stretto.draw.files import save
     from stretto.schedule.algorithms import program
     from stretto.schedule.collective import prove
 
+    check_countable(asked.ranks, asked.pieces or 1)
     one = program(asked.collective, asked.algorithm, asked.ranks, root=asked.root, nodes=asked.nodes, pieces=asked.pieces)
     prove(one)
     path = Path(asked.out or f"{one.collective}-{one.algorithm}-{one.ranks}.html")

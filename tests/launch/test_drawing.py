@@ -31,3 +31,9 @@ def test_what_can_be_drawn_is_listed_with_examples(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     for kind in ("schedule", "timeline", "collective"):
         assert f"\n  {kind} " in out and f"\n  stretto draw {kind} " in out
+
+
+@pytest.mark.parametrize("words", [["--ranks", "100000000"], ["--algorithm", "tree", "--pieces", "100000000"]])
+def test_what_nobody_could_read_is_refused_before_it_is_made(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "collective", *words]) == 2
+    assert f"a picture of 100000000 {words[-2][2:]} cannot be read; write {words[-2]} " in capsys.readouterr().err
