@@ -6,6 +6,8 @@
 [Note: a future is a result] Whoever waits does the work, and who waits for a torch future waits inside torch. So a future is
 made when it is asked for, and is complete: DDP, which asks at once, does not reduce behind its backward. With a core a rank
 there would be no core to do it on.
+
+Ranks on several machines share memory inside each, and exchange messages over gloo between them (comm/nearby.py).
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
-from torch.distributed import ReduceOp, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, Store  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from stretto.comm.execute import library
 from stretto.comm.machine import Machine, Unavailable
+from stretto.comm.messages import Handle, Messages
+from stretto.comm.nearby import Nearby
 from stretto.comm.shm import SharedMemory
 
 #: torch's operations and ours; compared one by one, since a ReduceOp that carries a factor equals none of them.
@@ -87,16 +91,32 @@ class Work(TorchWork):
         return future
 
 
-class Group(dist.ProcessGroup):
-    """The ranks of a torch process group, over a transport of ours. ranks: their numbers there; number: tells groups of the
-    same ranks apart, and is the same on all of them."""
+class GlooLine:
+    """Mail over a gloo of our own, between ranks of several machines."""
 
-    def __init__(self, transport: SharedMemory, ranks: tuple[int, ...], number: int, name: str) -> None:
+    name = "gloo"
+
+    def __init__(self, gloo: ProcessGroupGloo) -> None:
+        self.gloo = gloo
+
+    def send(self, x: Tensor, destination: int, channel: int) -> Handle:
+        return self.gloo.send([x], destination, channel)
+
+    def receive(self, x: Tensor, source: int, channel: int) -> Handle:
+        return self.gloo.recv([x], source, channel)
+
+
+class Group(dist.ProcessGroup):
+    """The ranks of a torch process group, over a transport of ours. ranks: their numbers there; number: of the job's groups, from 0,
+    the same on all ranks. store: of the whole job, and with it the transport to be closed; of its first group alone."""
+
+    def __init__(
+        self, transport: SharedMemory | Nearby, ranks: tuple[int, ...], number: int, name: str, store: Store | None = None
+    ) -> None:
         index = ranks.index(transport.rank)
         super().__init__(index, len(ranks))  # type: ignore[call-arg]  # torch's stubs know the form with a store alone
         self.transport, self.ranks, self._index, self._name, self._description = transport, ranks, index, name, ""
-        self._channel = 2 * number
-        self.numbers: dict[tuple[int, ...], int] = {}  # groups over this transport so far, by ranks: of its first group alone
+        self._channel, self.store = 2 * number, store
 
     # -- what torch asks of a group ----------------------------------------------------------------------------------
 
@@ -137,7 +157,7 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave; the group that made the transport takes it along."""
-        if self.numbers:
+        if self.store is not None:
             self.transport.close()
 
     def abort(self) -> None:
@@ -277,18 +297,20 @@ def make(store: Store, rank: int, size: int, timeout: timedelta, name: str, rank
 
     Raises RuntimeError where the ranks cannot share memory.
     """
-    whole = dist.group.WORLD if dist.is_initialized() else None
-    if isinstance(whole, Group):
-        members = tuple(ranks)
-        number = whole.numbers[members] = whole.numbers.get(members, 0) + 1
-        return Group(whole.transport, members, number, name)
+    whole, members = dist.group.WORLD if dist.is_initialized() else None, tuple(ranks)
+    if isinstance(whole, Group) and whole.store is not None:
+        if rank == 0:  # groups of other ranks may be made at the same time: each gets a number that no other has
+            store.set("number", str(whole.store.add("groups", 1)))
+        return Group(whole.transport, members, int(store.get("number")), name)
     try:
         machine = Machine.meet(rank, size, store, library() is not None)
     except Unavailable as error:
         raise RuntimeError(f'the stretto backend shares memory between ranks: {error}; write init_process_group("gloo")') from error
-    made = Group(SharedMemory(machine, timeout.total_seconds()), tuple(range(size)), 0, name)
-    made.numbers[made.ranks] = 0
-    return made
+    transport: SharedMemory | Nearby = SharedMemory(machine, timeout.total_seconds())
+    if len(machine.machines) > 1:
+        gloo = ProcessGroupGloo(PrefixStore("far", store), rank, size, timeout)
+        transport = Nearby(transport, Messages(GlooLine(gloo), rank))
+    return Group(transport, tuple(range(size)), 0, name, store)
 
 
 def _operation(opts: Reducing) -> str:

@@ -6,6 +6,7 @@ and in every run, whatever the timing. The bytes a rank sends are those of a rin
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -71,13 +72,21 @@ class Work:
         """The same as `wait`: what has been sent nobody reads where it lay."""
         self.wait()
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise. Messages that are posted are waited for: gloo does not say whether they have come."""
+        if not self._over.is_set():
+            return False
+        with contextlib.suppress(Exception):  # `wait` raises it again
+            self.wait()
+        return True
+
 
 class Messages:
     """A Transport over some Mail."""
 
     def __init__(self, mail: Mail, rank: int, device: torch.device | str = "cpu") -> None:
         self.mail, self.rank, self.name, self.device = mail, rank, mail.name, device
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
 
     def reduce_scatter(
         self, x: Tensor, bounds: Sequence[int], ranks: Sequence[int], channel: int, into: Tensor, accumulate: bool, op: str = "sum"
@@ -211,11 +220,11 @@ class Messages:
             work.finish()
             return
         if channel not in self._lanes:
-            self._lanes[channel] = _Lane()
+            self._lanes[channel] = Lane()
         self._lanes[channel].put(job, work)
 
 
-class _Lane:
+class Lane:
     """A thread that finishes the collectives of one channel, in the order in which they were issued. It ends with its owner."""
 
     def __init__(self) -> None:

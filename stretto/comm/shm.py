@@ -283,27 +283,27 @@ class SharedMemory:
 
     def _forget(self, start: int) -> None:
         with self.lock:
+            self._starts = [other for other in self._starts if other != start]  # first: threads find areas by it
             self._areas.pop(start, None)
-            self._starts = sorted(self._areas)
             self._recipes.clear()  # they hold memory of peers, and what lies at these addresses later is something else
 
     def _shared(self, x: Tensor) -> int:
         """x's address, if it lies in memory that peers can read; else 0."""
-        if not self._starts:
-            return 0
-        address = x.data_ptr()
-        at = bisect_right(self._starts, address) - 1
-        return address if at >= 0 and address < self._areas[self._starts[at]].stop else 0
+        return x.data_ptr() if self._starts and self._area_of(x) else 0
+
+    def _area_of(self, x: Tensor) -> Area | None:
+        """The area in which x lies. Threads may ask while others make areas, or let go of others than x's."""
+        starts, address = self._starts, x.data_ptr()
+        at = bisect_right(starts, address) - 1
+        area = self._areas.get(starts[at]) if at >= 0 else None
+        return area if area is not None and address < area.stop else None
 
     def _area(self, x: Tensor, ranks: Sequence[int]) -> Area | None:
         """The area in which x lies, if all `ranks` can read it. To a rank alone all its memory is such an area."""
         if len(ranks) == 1:
             return Area(0, x.data_ptr(), x.data_ptr() + 1, (self.rank,), (torch.empty(0),), False)
-        address = self._shared(x)
-        if not address:
-            return None
-        area = self._areas[self._starts[bisect_right(self._starts, address) - 1]]
-        return area if set(ranks) <= set(area.ranks) else None
+        area = self._area_of(x)
+        return area if area is not None and set(ranks) <= set(area.ranks) else None
 
     def _peers(self, area: Area, x: Tensor, line: Line, adds: bool = False) -> list[Tensor]:
         """x of every other rank of the line, and something empty at my place; nothing at all if there is one x for all."""

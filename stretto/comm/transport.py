@@ -129,11 +129,12 @@ class World:
             from stretto.comm.native import Native
 
             return World(rank, size, local_rank, where, Native(rank, where, step_timeout, store), store, not given, True, "", nodes)
-        carrier: Transport = Messages(GlooMail(), rank, where)
+        messages = Messages(GlooMail(), rank, where)
+        carrier: Transport = messages
         why = ""
         if where.type == "cpu" and transport in ("auto", "shm"):
             try:
-                carrier = _shared(rank, size, store, step_timeout, carrier if transport == "auto" else None)
+                carrier = _shared(rank, size, store, step_timeout, messages if transport == "auto" else None)
             except Unavailable as error:
                 if transport == "shm":
                     raise JobError(f"comm.transport=shm: {error}; write comm.transport=gloo") from error
@@ -219,7 +220,7 @@ def _meet(kind: str, here: Seat, init_timeout: float, step_timeout: float) -> St
         raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
 
 
-def _shared(rank: int, size: int, store: Store, timeout: float, far: Transport | None = None) -> Transport:
+def _shared(rank: int, size: int, store: Store, timeout: float, far: Messages | None = None) -> Transport:
     """Shared memory inside each machine, `far` between them. Raises Unavailable on every rank if it cannot be had on one.
 
     far None: only for ranks of one machine.
