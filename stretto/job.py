@@ -18,10 +18,13 @@ from pydantic.fields import FieldInfo
 
 from stretto.errors import JobError
 from stretto.keys import nearest, read_file, read_value, short, show
+from stretto.layout.balance import Balance, Held, Widths, element_bytes
 from stretto.layout.mesh import Mesh
+from stretto.layout.zero import SHARD_AXES, ZeroPolicy
 from stretto.limits import check_checkpoint, check_mesh, check_model, check_precision, check_profile, check_rows
 from stretto.refusal import refusal
 from stretto.sections import (
+    DTYPE_BYTES,
     Batch,
     Checkpoint,
     Comm,
@@ -285,6 +288,17 @@ class Job(Section):
     def microbatches(self) -> int:
         """Forward passes a step on each dp rank; the last may have fewer rows (of a resolved job)."""
         return -(-self.rows_per_rank // (self.batch.micro_size or self.rows_per_rank))
+
+    def balance(self, held: Held) -> Balance:
+        """What pipeline stages are cut by (of a resolved job). held: of the schedule's ranks."""
+        keys = self.precision
+        assert keys.compute and keys.reduce and keys.master
+        moments = 2 if self.optimizer.name == "adamw" else int(self.optimizer.momentum > 0)
+        widths = Widths.of(*(DTYPE_BYTES[dtype] for dtype in (keys.compute, keys.reduce, keys.master)), moments)
+        policy = ZeroPolicy.of(self.zero.stage, self.zero.gradients, self.zero.params)
+        element = element_bytes(policy, Mesh.parse(self.mesh).extent(*SHARD_AXES), widths)
+        tokens = (self.batch.micro_size or self.rows_per_rank) * self.batch.seq_len
+        return Balance(self.pipeline.balance, self.pipeline.measured, element, tokens, held)
 
     def total_steps(self, samples: int | None = None) -> int | None:
         """Optimizer steps of the whole job; None where it is given in epochs and the number of samples is not known."""

@@ -245,7 +245,11 @@ class Pipeline(Section):
         default=None,
         description="stages a pipeline rank holds, one after the other (auto: 2 in interleaved, bfs, zb-v and dualpipe-v, else 1)",
     )
-    split: Names = Field(default=(), description="first module of each later stage (empty: cut evenly by work)")
+    split: Names = Field(default=(), description="first module of each later stage (empty: cut as balance says)")
+    balance: Literal["work", "memory", "both"] = Field(
+        default="work", description="what the cut leaves even: the busiest rank's work, the fullest rank's bytes, or both as well as can be"
+    )
+    measured: str = Field(default="", description="file of `stretto measure JOB --parts FILE`: seconds and bytes in place of counted ones")
 
 
 class Precision(Section):

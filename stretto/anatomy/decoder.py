@@ -39,9 +39,16 @@ class Anatomy:
         """Training flops of one token; with recompute="none" these are the model flops that MFU counts."""
         return sum(part.flops_per_token(seq_len, recompute) for part in self.parts)
 
-    def work(self, seq_len: int, recompute: Recompute = "none") -> list[tuple[str, int, bool]]:
-        """(name, training flops of a token, whether it is a block) of each part: what pipeline stages are balanced by."""
-        return [(part.name, part.flops_per_token(seq_len, recompute), part.is_block) for part in self.parts]
+    def work(self, seq_len: int, recompute: Recompute = "none", bytes_per_element: int = 4) -> list[tuple[str, int, bool, int, int]]:
+        """(name, training flops of a token, whether it is a block, elements of its weights, bytes that a token's forward keeps until
+        backward) of each part: what pipeline stages are balanced by. The last keeps the logarithms of probabilities too."""
+        found = []
+        for part in self.parts:
+            saved = part.saved_bytes_per_token(recompute if part.is_block else "none", bytes_per_element)
+            if part is self.parts[-1] and part.matmuls:
+                saved += part.matmuls[-1].outputs * max(4, bytes_per_element)
+            found.append((part.name, part.flops_per_token(seq_len, recompute), part.is_block, part.parameters, saved))
+        return found
 
     def saved_bytes(self, recompute: Recompute, bytes_per_element: int, rows: int, seq_len: int) -> int:
         """Bytes kept between forward and backward of `rows` sequences; logits and what the loss keeps are not in it."""

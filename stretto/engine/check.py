@@ -55,8 +55,8 @@ def run(
     """
     if dtype == "fp64":
         job = job.with_(precision={"compute": "fp64", "master": "fp64", "reduce": "fp64"})
-    loaded = _load(job, model, blocks)
-    batches = _batches(job, loaded, steps)
+    loaded = load(job, model, blocks)
+    batches = batches_of(job, loaded, steps)
     precision = Precision.of(str(job.precision.compute), str(job.precision.reduce), str(job.precision.master))
     if precision.compute == torch.float64:
         if hasattr(loaded.model, "set_experts_implementation"):
@@ -122,7 +122,7 @@ def _dropout(model: nn.Module, loaded: library.Loaded, batch: Batch, draws: Draw
     return Dropout("named", True)
 
 
-def _load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) -> library.Loaded:
+def load(job: Job, model: nn.Module | library.Task | None, blocks: int | None) -> library.Loaded:
     keys = job.model
     if model is None:
         loaded = library.load(keys.name, weights=keys.weights, seed=job.seed, overrides=keys.sizes())
@@ -153,7 +153,7 @@ def _vocab(model: nn.Module) -> int | None:
     return size or next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
 
 
-def _batches(job: Job, loaded: library.Loaded, steps: int) -> list[Mapping[str, Any]]:
+def batches_of(job: Job, loaded: library.Loaded, steps: int) -> list[Mapping[str, Any]]:
     """Seeded tokens with labels of which an unequal number counts in each row, and none in the first; or the model's own batches."""
     if loaded.batches is not None:
         given = loaded.batches() if callable(loaded.batches) else loaded.batches

@@ -111,8 +111,9 @@ class Engine:
         )
         keys, compiled = job.pipeline, job.compile.mode == "block"
         step = requested(keys.schedule, self.mesh["pp"], job.microbatches, keys.chunks, compiled=compiled)
-        items = () if step.stages == 1 else stage_items(model, job.batch.seq_len, job.recompute, stages)
-        parts = split_model(items, step.rank_of, keys.split)
+        width = self.precision.compute.itemsize
+        items = () if step.stages == 1 else stage_items(model, job.batch.seq_len, job.recompute, stages, width)
+        parts = split_model(items, step.rank_of, keys.split, job.balance(step.held))
         self.parallel = parallelize(model, cut, self.mesh, self.world, self.ledger, initial, parts, self.draws)
         self.everybody = Group(self.world, self.mesh, AXES, self.ledger)
         self.rows = Group(self.world, self.mesh, ROW_AXES, self.ledger)

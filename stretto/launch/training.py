@@ -26,8 +26,9 @@ from stretto.launch.record import Recorder, Trained
 from stretto.launch.resuming import check_there_is_one, job_of_run, place_of_checkpoints
 from stretto.launch.runfolder import RunFolder, Status, default_folder, environment_facts, holds_a_run, refuse_a_run
 from stretto.launch.worker import Event, Rank
+from stretto.layout.balance import Item, read_parts
 from stretto.layout.mesh import Mesh
-from stretto.layout.stages import Item, split_model
+from stretto.layout.stages import split_model
 from stretto.limits import blocks_of_folder
 from stretto.schedule.request import requested
 
@@ -96,8 +97,11 @@ def check_pipeline(job: Job, own_model: bool = False) -> None:
     step = requested(keys.schedule, ranks, job.microbatches, keys.chunks, compiled=job.compile.mode == "block")
     if job.model.name in DECODERS and not own_model:
         anatomy = Anatomy.of_decoder(DECODERS[job.model.name].with_(job.model.sizes()))
-        split_model([Item(*part) for part in anatomy.work(job.batch.seq_len, job.recompute)], step.rank_of, keys.split)
+        items = [Item(*part) for part in anatomy.work(job.batch.seq_len, job.recompute)] if step.stages > 1 else []
+        split_model(items, step.rank_of, keys.split, job.balance(step.held))
         return
+    if keys.measured and step.stages > 1:
+        read_parts(keys.measured)
     blocks = None if own_model else blocks_of_folder(job.model.name)
     if blocks is not None and step.stages > 1 and not keys.split:
         split_model([Item(f"block {number}", 1) for number in range(blocks)], step.rank_of)

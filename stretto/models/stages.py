@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.anatomy import Anatomy, Recompute
 from stretto.anatomy.part import Scores
 from stretto.errors import JobError
-from stretto.layout.stages import Item
+from stretto.layout.balance import Item
 from stretto.models.decoder import Decoder
 
 
@@ -25,15 +25,18 @@ def block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return best[1], best[2]
 
 
-def stage_items(model: nn.Module, seq_len: int, recompute: Recompute = "none", order: Sequence[str] = ()) -> tuple[Item, ...]:
+def stage_items(
+    model: nn.Module, seq_len: int, recompute: Recompute = "none", order: Sequence[str] = (), bytes_per_element: int = 4
+) -> tuple[Item, ...]:
     """The parts of `model` that stages share, in the order in which they run; every parameter lies in one.
 
-    order: names of modules and parameters outside the blocks, and of the list of blocks among them, as one says; by default that of
-    our own decoder, of a published plan, or of the model's definition. Raises JobError for a model that cannot be cut.
+    bytes_per_element: of what a forward keeps. order: names of modules and parameters outside the blocks, and of the list of blocks
+    among them, as one says; by default that of our own decoder, of a published plan, or of the model's definition. Raises JobError for
+    a model that cannot be cut.
     """
     if isinstance(model, Decoder) and not order:
         shape = model.shape.with_({"blocks": len(model.layers)})
-        return tuple(Item(*part) for part in Anatomy.of_decoder(shape).work(seq_len, recompute))
+        return tuple(Item(*part) for part in Anatomy.of_decoder(shape).work(seq_len, recompute, bytes_per_element))
     blocks, found = block_list(model)
     if not found:
         raise JobError(
@@ -46,11 +49,32 @@ def stage_items(model: nn.Module, seq_len: int, recompute: Recompute = "none", o
     items: list[Item] = []
     for name in names:
         if name == blocks:
-            items += [Item(f"{blocks}.{i}", _work(model, block, seq_len, recompute, i)) for i, block in enumerate(found)]
+            for i, block in enumerate(found):
+                work = _work(model, block, seq_len, recompute, i)
+                items.append(Item(f"{blocks}.{i}", work, True, _elements(block), _saved(block, recompute, bytes_per_element)))
         else:
-            items.append(Item(name, _work(model, _part(model, name), seq_len), block=False))
+            part = _part(model, name)
+            elements = model.get_parameter(name).numel() if part is None else _elements(part)
+            items.append(Item(name, _work(model, part, seq_len), False, elements, _saved(part, "none", bytes_per_element)))
     _all_there(model, items)
     return tuple(items)
+
+
+def _elements(part: nn.Module) -> int:
+    return sum(param.numel() for param in part.parameters())
+
+
+def _saved(part: nn.Module | None, recompute: Recompute, bytes_per_element: int) -> float:
+    """About what a token's forward keeps of a part: what goes into each matrix and what comes out of it; with full recompute what goes
+    into the part alone. Pieces of a module without matrices keep next to nothing."""
+    sizes = [
+        module.weight.shape
+        for module in (part.modules() if part is not None else ())
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    ]
+    if not sizes:
+        return 0.0
+    return float(bytes_per_element * (min(sizes[0]) if recompute == "full" else sum(sum(size) for size in sizes)))
 
 
 def published_order(model: nn.Module) -> list[str]:

@@ -139,7 +139,8 @@ def _setting(job: Job, base: Setting, limits: Limits, compiled: bool) -> Setting
     step = requested(job.pipeline.schedule, mesh["pp"], -(-rows // micro_size), job.pipeline.chunks, compiled=compiled)
     if step.stages > limits.blocks:
         raise JobError(f"{step.stages} pipeline stages are more than the {limits.blocks} blocks of {job.model.name}; write a smaller pp")
-    return replace(base, micro_size=micro_size, chunks=chunks, split=job.pipeline.split)
+    keys = job.pipeline
+    return replace(base, micro_size=micro_size, chunks=chunks, split=keys.split, balance=keys.balance, measured=keys.measured)
 
 
 def names_of(overrides: Mapping[str, object]) -> frozenset[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from stretto.anatomy import Anatomy, Part
+from stretto.layout.balance import Held
 from stretto.plan.cost import Costs, Work
 from stretto.plan.hardware import Cluster
 from stretto.plan.memory import Sizes
@@ -109,9 +110,13 @@ class Known:
     def stages(self, setting: Setting) -> tuple[Stage, ...]:
         """The stages of the model."""
         ranks_of = self.ranks_of(setting)
-        key = (ranks_of, setting.split, setting.layers, setting.seq_len, setting.recompute == "full")
+        key: tuple[object, ...] = (ranks_of, setting.split, setting.layers, setting.seq_len, setting.recompute == "full", setting.measured)
+        held: Held = ()
+        if setting.balance != "work":
+            held = self.schedules.compute(setting.schedule, setting.size["pp"], setting.microbatches, setting.chunks).held
+            key = (*key, setting.recompute, setting.balanced(held))
         if key not in self._cuts:
-            self._cuts[key] = cut(self.anatomy, setting, ranks_of, self.software)
+            self._cuts[key] = cut(self.anatomy, setting, ranks_of, self.software, held)
         return self._cuts[key]
 
     def ranks_of(self, setting: Setting) -> tuple[int, ...]:

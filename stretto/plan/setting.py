@@ -8,6 +8,7 @@ from typing import Literal
 
 from stretto.anatomy import Recompute
 from stretto.job import Job
+from stretto.layout.balance import Balance, By, Held, Widths, element_bytes
 from stretto.layout.mesh import Mesh
 from stretto.layout.zero import ZeroPolicy
 from stretto.schedule.pipelines import chunks_of
@@ -19,7 +20,8 @@ class Setting:
     """Sizes of one step. batch: rows of the whole job; micro_size: rows a forward of one dp rank; seq_len: tokens a row.
 
     sequence: with tp, what lies outside the cut matrices is cut by tokens (sequence parallelism). layers: blocks of each stage
-    where they are not even; split: the first part of each later stage, where they are cut by hand.
+    where they are not even; split: the first part of each later stage, where they are cut by hand; balance, measured: what cuts them
+    else.
     """
 
     mesh: Mesh
@@ -38,6 +40,8 @@ class Setting:
     sequence: bool = True
     layers: tuple[int, ...] = ()
     split: tuple[str, ...] = ()
+    balance: By = "work"
+    measured: str = ""
     optimizer: str = "adamw"
 
     @staticmethod
@@ -60,8 +64,16 @@ class Setting:
             job.precision.master,
             sequence=job.tensor.sequence is not False,
             split=job.pipeline.split,
+            balance=job.pipeline.balance,
+            measured=job.pipeline.measured,
             optimizer=job.optimizer.name,
         )
+
+    def balanced(self, held: Held) -> Balance:
+        """What cuts the model in stages. held: of the schedule's ranks."""
+        master = dtype_bytes(self.master)
+        widths = Widths.of(dtype_bytes(self.compute, 2), dtype_bytes(self.reduce), master, {"adamw": 2, "sgd": 0}.get(self.optimizer, 1))
+        return Balance(self.balance, self.measured, element_bytes(self.policy, self.shards, widths), self.tokens, held)
 
     @cached_property
     def policy(self) -> ZeroPolicy:

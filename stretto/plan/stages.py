@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stretto.anatomy import Anatomy, Part
+from stretto.layout.balance import Held, Item
 from stretto.layout.layout import split
-from stretto.layout.stages import Item, split_model
+from stretto.layout.stages import split_model
 from stretto.plan.setting import Setting
 from stretto.plan.software import Software
 
@@ -46,11 +47,12 @@ def stages_of_ranks(ranks_of: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found))
 
 
-def cut(anatomy: Anatomy, setting: Setting, rank_of: Sequence[int], software: Software) -> tuple[Stage, ...]:
-    """The stages of a model, of which stage s is on pipeline rank rank_of[s]. Raises JobError for more stages than blocks."""
+def cut(anatomy: Anatomy, setting: Setting, rank_of: Sequence[int], software: Software, held: Held = ()) -> tuple[Stage, ...]:
+    """The stages of a model, of which stage s is on pipeline rank rank_of[s]. held: where bytes are balanced too. Raises JobError for
+    more stages than blocks."""
     if software.stages == "work" and not setting.layers:
-        items = [Item(*part) for part in anatomy.work(setting.seq_len, setting.recompute)]
-        bounds = split_model(items, rank_of, setting.split).bounds
+        items = [Item(*part) for part in anatomy.work(setting.seq_len, setting.recompute, setting.bytes_)]
+        bounds = split_model(items, rank_of, setting.split, setting.balanced(held)).bounds
         parts = [anatomy.parts[start:stop] for start, stop in pairwise(bounds)]
     else:
         parts = _by_blocks(anatomy, len(rank_of), setting.layers)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from stretto.errors import JobError
+from stretto.layout.balance import Held
 
 #: What lanes a rank has, and who runs in which. In a lane one action follows the other; lanes run beside each other.
 #: F forward, B backward, I and W its halves (input and weight gradient); then messages between stages; gradients added over
@@ -313,6 +314,28 @@ class Schedule:
             held += (action.kind == "F") - (action.kind in ("B", "W"))
             most = max(most, held)
         return most
+
+    @cached_property
+    def held(self) -> Held:
+        """Of each rank its fullest moments: microbatches under way in each of its stages, from F until B, or until W. Moments of which
+        another has as much everywhere are left out."""
+        return tuple(self._fullest(rank) for rank in range(self.ranks))
+
+    def _fullest(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        place = {stage: at for at, stage in enumerate(self.stages_of(rank))}
+        held = [0] * len(place)
+        seen: dict[tuple[int, ...], None] = {}
+        for kind, stage, _ in self.order[rank]:
+            if kind == "F":
+                held[place[stage]] += 1
+                seen[tuple(held)] = None
+            elif kind in ("B", "W"):
+                held[place[stage]] -= 1
+        most: list[tuple[int, ...]] = []
+        for one in sorted(seen, key=sum, reverse=True):
+            if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in most):
+                most.append(one)
+        return tuple(most)
 
     def only(self, kinds: Iterable[str]) -> Schedule:
         """The schedule with only these kinds of actions, in the same order: "F" is an evaluation's."""

@@ -17,6 +17,7 @@ from stretto.comm.transport import World
 from stretto.engine.engine import Engine
 from stretto.errors import JobError
 from stretto.job import Job
+from stretto.layout.balance import PartTime, write_parts
 from stretto.layout.zero import ZeroPolicy, calls
 from stretto.models import library
 from stretto.models.decoder import Decoder, fill, initial
@@ -428,6 +429,25 @@ def test_a_loop_of_ones_own_is_refused_where_a_rank_sees_one_stage():
 
     with pytest.raises(JobError, match="sees only its rank's"):
         run_threads(rank, 2)
+
+
+@pytest.mark.parametrize(("by", "cut"), [("work", 4), ("memory", 3)])
+def test_the_cut_that_is_asked_for_takes_the_same_step(by, cut):
+    """The first rank of 1f1b holds two microbatches, here of more bytes than the weights, so by memory it gets fewer blocks."""
+    asked = job("pp=2", "1f1b", 8, **{"pipeline.balance": by, "batch.micro_size": 4, "zero": 0})
+    seen = run_threads(lambda world: engine(asked, world, blocks=8).parallel.split, 2)[0]
+    assert sum(item.block for item in seen.parts(0)) == cut
+    assert apart_from_one_process(asked, 2, blocks=8) < 1e-10
+
+
+def test_a_cut_by_measured_seconds_takes_the_same_step(tmp_path):
+    """The head as long as two blocks."""
+    parts = {"embed": PartTime(0.0), "norm": PartTime(0.0), "head": PartTime(2.0), **{f"layers.{i}": PartTime(1.0) for i in range(4)}}
+    write_parts(tmp_path / "parts.json", parts, {})
+    asked = job("pp=2", "1f1b", 3, **{"pipeline.measured": str(tmp_path / "parts.json")})
+    found = run_threads(lambda world: str(engine(asked, world).parallel.split), 2)
+    assert found == ["embed to layers.2 | layers.3 to head (seconds 50% 50%, 1.00 of an even split)"] * 2
+    assert apart_from_one_process(asked, 2) < 1e-10
 
 
 @pytest.mark.parametrize("split", [["layers.0"], ["layers.3"], ["head"]])

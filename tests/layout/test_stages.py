@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.errors import JobError
-from stretto.layout.stages import Item, Split, split_model
+from stretto.layout.balance import Item
+from stretto.layout.stages import Split, split_model
 from stretto.schedule.pipelines import ranks_of_stages
 
 works = st.lists(st.integers(0, 20), min_size=4, max_size=9)
