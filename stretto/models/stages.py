@@ -38,10 +38,12 @@ def stage_items(
         shape = model.shape.with_({"blocks": len(model.layers)})
         return tuple(Item(*part) for part in Anatomy.of_decoder(shape).work(seq_len, recompute, bytes_per_element))
     blocks, found = block_list(model)
+    if not found and order:
+        return _as_said(model, seq_len, recompute, order, bytes_per_element)
     if not found:
         raise JobError(
-            f"{type(model).__name__} has no nn.ModuleList, of which pipeline stages could have a part each; put its blocks in one, or "
-            "write a mesh without pp"
+            f"{type(model).__name__} has no nn.ModuleList, of which pipeline stages could have a part each; put its blocks in one, say in "
+            'which order its modules run with stages=["first", "second", ...], or write a mesh without pp'
         )
     names = list(order) or published_order(model) or _defined(model, blocks)
     if blocks not in names:
@@ -56,6 +58,20 @@ def stage_items(
             part = _part(model, name)
             elements = model.get_parameter(name).numel() if part is None else _elements(part)
             items.append(Item(name, _work(model, part, seq_len), False, elements, _saved(part, "none", bytes_per_element)))
+    _all_there(model, items)
+    return tuple(items)
+
+
+def _as_said(model: nn.Module, seq_len: int, recompute: Recompute, order: Sequence[str], bytes_per_element: int) -> tuple[Item, ...]:
+    """The parts of a model without a list of blocks: those that are named, each as good as a block."""
+    items = []
+    for i, name in enumerate(order):
+        part = _part(model, name)
+        if part is None:
+            raise JobError(f"stages: {name} is a parameter, and no stage can begin with one; name modules, the one that uses it among them")
+        items.append(
+            Item(name, _work(model, part, seq_len, recompute, i), True, _elements(part), _saved(part, recompute, bytes_per_element))
+        )
     _all_there(model, items)
     return tuple(items)
 

@@ -3,12 +3,13 @@
 [Note: a stage's forward] Every stage is called with the whole microbatch, so that masks, positions and rotary tables come to its
 blocks as the model makes them. A later stage enters at its first block: there what the stage before made takes the place of what
 was handed over. It leaves at the first block that it lacks: what would be handed to that one is what it made, and the rest of the
-forward is not run. The blocks before its own pass on what they get. Names stay those of the whole model: a list of blocks keeps its
+forward is not run. The blocks before its own pass on NaN. Names stay those of the whole model: a list of blocks keeps its
 length, so no index shifts, and what a model does by index (a table of layer types) it does to the right block.
 
 [Note: what a stage lacks is NaN] What stands before the blocks (an embedding) still runs in every stage, so that shapes are right,
-with NaN for weights. Its result is thrown away where the stage enters. If a model uses it in another way as well, in a later block
-or behind the last one, that is refused at the first forward, and could not go unnoticed later.
+with NaN for weights; a block that the stage lacks makes NaN in the shape of what it gets. All that is thrown away where the stage
+enters. If a model uses it in another way as well, in a later block or behind the last one, that is refused at the first forward, and
+could not go unnoticed later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +89,7 @@ class Passage:
         self._given: Tensor | None = None
         self._entered = not enters
         self._ran = 0
+        self._lost = False  # whether what goes from block to block is NaN already
         self._looked = not (enters or leaves)
         #: Whether the stage's own weights are finite, for whoever has to find out where NaN comes from.
         self.sound: Callable[[], bool] = lambda: True
@@ -94,12 +97,14 @@ class Passage:
     def run(self, call: Callable[[], Any], given: Tensor | None) -> Any:
         """call() is the model's forward; given: what the stage before made. Result: what this stage made, the model's output if it is
         the last."""
-        self._given, self._entered, self._ran = given, not self.enters, 0
+        self._given, self._entered, self._ran, self._lost = given, not self.enters, 0, False
         try:
             output = call()
         except Left as left:
             output = left.x
         except Exception as problem:
+            if self._entered and self.enters:
+                problem.add_note(f"in pipeline stage {self.number}, where modules that run before {self.enters} make only NaN")
             if self._entered or isinstance(problem, RunError):
                 raise
             what = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
@@ -128,10 +133,13 @@ class Passage:
         self._ran += 1
 
     def before(self, name: str, x: Any, others: Sequence[Any]) -> Any:
-        """A part of an earlier stage is called, and passes on what it gets."""
+        """A part of an earlier stage is called, and makes NaN in the shape of what it gets: what it would make is not known here."""
         if self._entered:
             raise self._error(f"{name}, which an earlier stage has, runs after {self.enters}", ORDER)
-        return x
+        if self._lost or not isinstance(x, Tensor):
+            return x
+        self._lost = True
+        return torch.full_like(x, float("nan"), dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
 
     def ends(self, name: str, x: Any, others: Sequence[Any]) -> None:
         """A part of a later stage is called: the forward leaves."""

@@ -64,8 +64,19 @@ def test_an_order_that_cannot_be_is_refused(order, says):
 
 
 def test_a_model_without_a_list_of_blocks_is_refused_with_what_to_write():
-    with pytest.raises(JobError, match=r"Sequential has no nn.ModuleList, .*; put its blocks in one, or write a mesh without pp"):
+    says = r"Sequential has no nn.ModuleList, .*; put its blocks in one, say in which order its modules run with stages=.*, or write a mesh"
+    with pytest.raises(JobError, match=says):
         stage_items(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 8)
+
+
+def test_without_a_list_of_blocks_the_modules_that_are_named_are_what_stages_share():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 5))
+    items = stage_items(model, 8, order=["0", "2"])
+    assert [(item.name, item.block, item.elements, item.saved) for item in items] == [("0", True, 9, 20), ("2", True, 20, 32)]
+    with pytest.raises(JobError, match="0.weight is a parameter, and no stage can begin with one"):
+        stage_items(model, 8, order=["0.weight", "2"])
+    with pytest.raises(JobError, match="2.weight lies in none of the parts"):
+        stage_items(model, 8, order=["0"])
 
 
 @pytest.mark.parametrize(

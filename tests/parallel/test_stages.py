@@ -111,6 +111,60 @@ def test_an_order_that_is_not_that_of_definition_is_noticed_and_can_be_said():
     families.agrees(Task(model, stages=ORDER), "pp=2")
 
 
+class Chain(nn.Module):
+    """No list of blocks: modules under names of their own, and functions between them."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.first = nn.Linear(width, width)
+        self.body = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = F.gelu(self.first(self.embed(input_ids)))
+        return self.head(x + self.body(x))
+
+
+PLAN = ["embed", "first", "body", "head"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "split", "mesh", "ranks", "schedule"),
+    [
+        (PLAN, ["first"], "pp=2", 2, "1f1b"),
+        (PLAN, ["head"], "pp=2 dp=2", 4, "zb-h1"),
+        (["embed", "first", "body.0", "body.2", "head"], ["first"], "pp=2", 2, "gpipe"),
+    ],
+)
+def test_a_model_without_a_list_of_blocks_is_cut_by_the_plan_that_one_says(plan, split, mesh, ranks, schedule):
+    agrees(seeded(Chain), job(mesh, schedule, zero=1, **{"pipeline.split": split}), ranks, stages=plan)
+
+
+def test_a_plan_that_cuts_through_a_sum_is_refused_at_the_first_step():
+    """x goes around body, so that no stage may begin with it. What embed would make is not known there, not even its shape."""
+    refused(seeded(Chain), "must match the size of tensor", RuntimeError, split=("body",), stages=PLAN)
+
+
+class Around(nn.Module):
+    """Nothing stands before the blocks, and what the first made goes around the others."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        first = x = self.layers[0](F.one_hot(input_ids % 6, 6).to(torch.float64))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x + first
+
+
+def test_what_goes_around_blocks_is_noticed_where_nothing_stands_before_them_too():
+    """A block that a stage lacks has to make NaN itself there: the batch is finite."""
+    refused(seeded(Around), "it made NaN of finite weights and values", split=("layers.2",))
+
+
 class Between(nn.Module):
     """A weight of the first stage, of one in the middle and of the last (C11, second part)."""
 
