@@ -1,21 +1,23 @@
-"""How long does a pipeline's step take: stretto's schedules beside torch.distributed.pipelining's, and beside what is foretold?
+"""How long does a pipeline's step take: stretto's schedules beside those of torch and Megatron-Core, and beside what is foretold?
 
     python benchmarks/pipeline.py                      # job 30m on 2 ranks, 4 and 8 microbatches of a row
     python benchmarks/pipeline.py 30m --microbatches 8 --schedules 1f1b zb-v
 
 All take turns (benchmarks/turns.py), torch with each of two splits: that which is balanced by counted work, and equal numbers of
-blocks; its better one counts. Foretold is the schedule by `simulate`, told the median of the seconds that each action was measured to
-take. Ratios are of medians of the same round. All start from one set of values, so their losses must agree.
+blocks; its better one counts. Megatron-Core's 1F1B takes part where it is installed, with CUDA's calls turned away. Foretold is the
+schedule by `simulate`, told the seconds that each action was measured to take in that step. Ratios are of medians of the same round.
+All start from one set of values, so their losses must agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -27,30 +29,32 @@ from pipelines import TORCH
 from turns import Answer, Team, TeamFailed
 
 from stretto.anatomy import DECODERS, Anatomy
-from stretto.draw.schedule import seconds_of
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.launch.runfolder import environment_facts
-from stretto.layout.stages import Item, split_model
-from stretto.schedule.action import Action
+from stretto.layout.balance import Item
+from stretto.layout.stages import split_model
+from stretto.schedule.action import LANE_OF, Action
 from stretto.schedule.pipelines import PIPELINES
 from stretto.schedule.request import requested
 from stretto.schedule.timeline import Span, Timeline, simulate
 
 HERE = Path(__file__).parent
 WARMUP = 3  # steps
+#: What a peer's best is to take of the time of our best.
+WANTED = {"torch": 1.04, "megatron": 1.15}
 
 
 @dataclass
 class Row:
-    """One variant. split: numbers of the blocks that begin later stages. seconds: of each step, by round. foretold, idle and
-    idle_foretold: of ours; shares are of the step, the mean of ranks."""
+    """One variant. split: numbers of the blocks that begin later stages. seconds: of each step, by round. foretold: of each
+    step of ours, all rounds; idle and idle_foretold: shares of a step, the mean of ranks, median of steps."""
 
     variant: str
     split: tuple[int, ...]
     seconds: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    foretold: float = 0.0
+    foretold: list[float] = field(default_factory=list)
     idle: float = 0.0
     idle_foretold: float = 0.0
 
@@ -84,12 +88,15 @@ def run(name: str, microbatches: int, args: argparse.Namespace, deadline: float)
             if microbatches < PIPELINES[schedule].least(args.ranks):
                 continue
             splits = splits_of(job, schedule, args.ranks, microbatches)
-            for peer, cuts in [*(("torch", cuts) for cuts in (splits if schedule in TORCH else ())), ("stretto", splits[0])]:
-                rows.append(Row(f"{peer}:{schedule}", cuts))
-                words = [rows[-1].variant, name, str(microbatches), ",".join(map(str, cuts))]
-                command = [sys.executable, str(HERE / "pipelines.py"), *words]
-                teams.append(stack.enter_context(Team(" ".join(words), command, args.ranks, deadline)))
-                keep(rows[-1], teams[-1].ask(steps=WARMUP))
+            rows += [Row(f"torch:{schedule}", cuts) for cuts in (splits if schedule in TORCH else ())]
+            rows.append(Row(f"stretto:{schedule}", splits[0]))
+        if importlib.util.find_spec("megatron") is not None:
+            rows.insert(0, Row("megatron:1f1b", splits_of(job, "1f1b", args.ranks, microbatches)[-1]))
+        for row in rows:
+            words = [row.variant, name, str(microbatches), ",".join(map(str, row.split))]
+            command = [sys.executable, str(HERE / "pipelines.py"), *words]
+            teams.append(stack.enter_context(Team(" ".join(words), command, args.ranks, deadline)))
+            keep(row, teams[-1].ask(steps=WARMUP))
         answers: list[list[list[Answer]]] = [[] for _ in rows]
         for number in range(args.rounds):
             for row, team, told in zip(rows, teams, answers, strict=True):
@@ -119,11 +126,25 @@ def foretell(row: Row, schedule: str, ranks: int, microbatches: int, rounds: Seq
         for answers in rounds
         for ranks_ in zip(*(answer["spans"] for answer in answers), strict=True)
     ]
-    seconds = seconds_of(timelines, step)
-    foretold = simulate(step, seconds)
-    row.foretold = foretold.seconds
-    row.idle_foretold = fmean(foretold.bubble(rank) for rank in range(ranks)) / foretold.seconds
-    row.idle = median(fmean(timeline.bubble(rank) for rank in range(ranks)) / timeline.seconds for timeline in timelines)
+    foretold = [simulate(step, seconds_of(timeline)) for timeline in timelines]
+    row.foretold = [timeline.seconds for timeline in foretold]
+    row.idle_foretold, row.idle = (
+        median(fmean(timeline.bubble(rank) for rank in range(ranks)) / timeline.seconds for timeline in some)
+        for some in (foretold, timelines)
+    )
+
+
+def seconds_of(step: Timeline) -> Callable[[Action], float]:
+    """What each action took in this very step. Messages take no time, and in the vote ranks wait for each other, so the shortest is
+    what it takes."""
+    took = {span.action: span.stop - span.start for span in step.spans}
+    vote = min(seconds for action, seconds in took.items() if action.kind == "VOTE")
+    return lambda action: vote if action.kind == "VOTE" else took[action] if LANE_OF[action.kind] == "compute" else 0.0
+
+
+def of_foretold(row: Row) -> float:
+    """A step of what its own actions foretell, the median of steps."""
+    return median(took / foretold for took, foretold in zip((s for turn in row.seconds for s in turn), row.foretold, strict=True))
 
 
 def best(rows: Sequence[Row], peer: str, schedule: str = "") -> Row | None:
@@ -141,16 +162,18 @@ def table(rows: Sequence[Row]) -> str:
         theirs = best(rows, "torch", schedule) if peer == "stretto" else None
         cells = [row.variant, ",".join(map(str, row.split)), f"{middle:.3f} ({low:.3f}-{high:.3f})", spread(row, theirs)]
         cells += (
-            [f"{row.foretold:.3f}", f"{middle / row.foretold:.3f}", f"{row.idle:.1%}", f"{row.idle_foretold:.1%}"]
+            [f"{median(row.foretold):.3f}", f"{of_foretold(row):.3f}", f"{row.idle:.1%}", f"{row.idle_foretold:.1%}"]
             if row.foretold
             else [""] * 4
         )
         lines.append(cells)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    ours, theirs = best(rows, "stretto"), best(rows, "torch")
-    if ours and theirs:
-        text += f"\n\nBest against best: {ours.variant} takes {spread(ours, theirs)} of {theirs.variant}.\n"
-    return text
+    ours = best(rows, "stretto")
+    for peer in ("torch", "megatron"):
+        theirs = best(rows, peer)
+        if ours and theirs:
+            text += f"\n\n{theirs.variant} takes {spread(theirs, ours)} times as long as {ours.variant}; wanted: {WANTED[peer]:g}"
+    return text + "\n"
 
 
 def spread(row: Row, peer: Row | None) -> str:

@@ -1,4 +1,4 @@
-"""The pipelines that are compared: torch.distributed.pipelining's schedules, and stretto's.
+"""The pipelines that are compared: torch.distributed.pipelining's schedules, Megatron-Core's 1F1B, and stretto's.
 
 One model with the same first values, one loss, one update. Run as a program it is one rank of a team (benchmarks/turns.py):
 pipelines.py PEER:SCHEDULE JOB MICROBATCHES SPLIT, SPLIT being the numbers of the blocks that begin the later stages, as 3,5,7.
@@ -23,6 +23,7 @@ from turns import Answer, limit_life, serve
 from variants import BATCH_SEEDS, adamw, mean_loss
 
 from stretto.anatomy import DECODERS
+from stretto.data.batch import Batch
 from stretto.engine.engine import Engine
 from stretto.engine.runner import StepReport
 from stretto.job import Job
@@ -132,21 +133,31 @@ def torch_pipeline(setting: Setting) -> Step:
     return step
 
 
+def megatron_pipeline(setting: Setting) -> Step:
+    """Megatron-Core's 1F1B over gloo, as `stretto compare` runs it: with as many blocks on each rank, for it knows no other cut."""
+    from stretto.adapters.megatron import Megatron
+    from stretto.adapters.runner import Setting as Given
+
+    job = job_of(setting, {}).with_(zero=0).resolve(setting.ranks, "cpu", 0)
+    runner = Megatron(Given(job, setting.rank, setting.ranks, torch.device("cpu")))
+    last = setting.rank == setting.ranks - 1
+
+    def step(batch: Mapping[str, Tensor]) -> Done:
+        told = runner.step(Batch.of(batch)).loss
+        return Done(told if last else None)
+
+    return step
+
+
+def job_of(setting: Setting, more: Mapping[str, Any]) -> Job:
+    """The job with a row a microbatch, and what an update is in every variant."""
+    keys = {"batch.size": setting.microbatches, "batch.micro_size": 1, "pipeline": setting.schedule, **more}
+    return Job.load(setting.job, mesh=f"pp={setting.ranks}", device="cpu", clip=0.0, schedule="constant", **keys)
+
+
 def our_pipeline(setting: Setting) -> Step:
     """The engine."""
-    job = Job.load(
-        setting.job,
-        mesh=f"pp={setting.ranks}",
-        pipeline=setting.schedule,
-        device="cpu",
-        clip=0.0,
-        schedule="constant",
-        **{
-            "batch.size": setting.microbatches,
-            "batch.micro_size": 1,
-            "pipeline.split": [f"layers.{number}" for number in setting.split],
-        },
-    )
+    job = job_of(setting, {"pipeline.split": [f"layers.{number}" for number in setting.split]})
     engine = Engine(library.load(job.model.name, seed=job.seed), job)
 
     def step(batch: Mapping[str, Tensor]) -> Done:
@@ -156,7 +167,9 @@ def our_pipeline(setting: Setting) -> Step:
     return step
 
 
-PEERS: Mapping[str, Callable[[Setting], Step]] = MappingProxyType({"torch": torch_pipeline, "stretto": our_pipeline})
+PEERS: Mapping[str, Callable[[Setting], Step]] = MappingProxyType(
+    {"torch": torch_pipeline, "megatron": megatron_pipeline, "stretto": our_pipeline}
+)
 
 
 def main() -> None:
