@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 from stretto.anatomy import Anatomy, Part
 from stretto.layout.balance import Held
@@ -17,9 +18,19 @@ from stretto.schedule.action import Action, Schedule
 from stretto.schedule.pipelines import FILE, PIPELINES, Place, pipeline, ranks_of_stages
 from stretto.schedule.step import training_step
 
-#: Rounds of pp microbatches after which no rank holds more of them than before.
+#: Rounds of pp microbatches after which no rank holds more of them than before, in schedules where that is so.
 FULL = 3
 
+
+def _most(name: str, microbatches: int) -> int:
+    """Microbatches under way at a time on the first of two ranks."""
+    order = PIPELINES[name].order(Place(0, 2, PIPELINES[name].chunks or 2, microbatches))
+    held = accumulate((action.kind == "F") - (action.kind in ("B", "W")) for action in order)
+    return max(held)
+
+
+#: Schedules whose ranks hold the more the more microbatches there are: all forwards come first.
+GROWING: frozenset[str] = frozenset(name for name in PIPELINES if _most(name, 4 * FULL) > _most(name, 2 * FULL))
 
 #: Schedules whose backwards are halves, some or all.
 SPLIT: frozenset[str] = frozenset(
@@ -57,11 +68,15 @@ class Schedules:
             return self.compute(name, ranks, microbatches, chunks).rank_of
         return ranks_of_stages(ranks, chunks, PIPELINES[name].vee)
 
+    def full(self, name: str, ranks: int, microbatches: int) -> int:
+        """Microbatches of a step that is as full as one of so many: that is long enough, and leaves the same rest."""
+        if name.startswith(FILE) or name in GROWING:
+            return microbatches
+        return min(microbatches, max(FULL * ranks, PIPELINES[name].least(ranks)) + microbatches % ranks)
+
     def moments(self, name: str, ranks: int, microbatches: int, chunks: int, rank: int) -> tuple[Moment, ...]:
-        """The fullest moments of a rank's step; a step that is long enough to be full stands for a longer one."""
-        least = microbatches if name.startswith(FILE) else PIPELINES[name].least(ranks)
-        full = min(microbatches, max(FULL * ranks, least))
-        key = (name, ranks, full, chunks, rank)
+        """The fullest moments of a rank's step."""
+        key = (name, ranks, self.full(name, ranks, microbatches), chunks, rank)
         if key not in self._moments:
             held = [stage for stage, holder in enumerate(self.ranks_of(*key[:4])) if holder == rank]
             self._moments[key] = fullest_moments(self._order(*key), held)

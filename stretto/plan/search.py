@@ -17,13 +17,12 @@ from stretto.anatomy import Anatomy, Recompute
 from stretto.layout.mesh import Mesh
 from stretto.plan.bound import Held, Outline, Passes, free_seconds, held_bytes, passes_of, rooflines, step_seconds
 from stretto.plan.hardware import Cluster
-from stretto.plan.known import FULL, SPLIT, Known, Schedules
+from stretto.plan.known import SPLIT, Known, Schedules
 from stretto.plan.memory import Memory, Share
 from stretto.plan.predict import Prediction, Predictor, straggle
 from stretto.plan.setting import Setting
 from stretto.plan.software import STRETTO, STRETTO_COMPILED, Software
 from stretto.plan.space import RECOMPUTE, Order, Recipe, Sharding, Space
-from stretto.schedule.pipelines import PIPELINES
 
 #: Share of a device's memory that tensors can have: allocators leave holes.
 USABLE = 0.95
@@ -302,7 +301,7 @@ class _Search:
 
     def _held(self, pp: int, microbatches: int, order: Order, recompute: Recompute) -> list[Held]:
         """Of the first and the last rank."""
-        key = (pp, min(microbatches, max(FULL * pp, PIPELINES[order.schedule].least(pp))), order, recompute == "full")
+        key = (pp, self.schedules.full(order.schedule, pp, microbatches), order, recompute == "full")
         if key not in self._holding:
             blocks = self._outline(pp, order, recompute).blocks
             ranks_of = self.schedules.ranks_of(order.schedule, pp, microbatches, order.chunks)

@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 
 from stretto.anatomy import DECODERS, Anatomy
+from stretto.job import Job
+from stretto.layout.balance import Item
 from stretto.layout.mesh import Mesh
-from stretto.layout.stages import Item, split_model
+from stretto.layout.stages import split_model
 from stretto.plan.hardware import Cluster
 from stretto.plan.known import Known, Schedules
 from stretto.plan.predict import Predictor, predict
 from stretto.plan.setting import Setting
 from stretto.plan.software import STACKS, STRETTO, Software
+from stretto.schedule.pipelines import PIPELINES, chunks_of, pipeline
+from stretto.schedule.request import requested
 from stretto.schedule.timeline import simulate
 
 LLAMA = Anatomy.of_decoder(DECODERS["llama3-8b"])
@@ -118,3 +122,28 @@ def test_recompute_trades_memory_for_seconds() -> None:
     none, full = (predictor("dp=16", recompute=mode) for mode in ("none", "full"))
     assert none.memory(0).activations > 2 * full.memory(0).activations
     assert none.predict().seconds < full.predict().seconds
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_rank_is_said_to_hold_at_least_what_its_schedule_holds_however_many_microbatches(name: str) -> None:
+    """gpipe and bfs hold all of them; the others, at most a few more than they will."""
+    for ranks, microbatches in ((2, 64), (4, 16), (4, 17), (4, 63), (3, 10)):
+        chunks = chunks_of(name, ranks, None)
+        schedule = pipeline(name, ranks, microbatches, chunks)
+        for rank in range(ranks):
+            told = max(sum(moment.held) for moment in SCHEDULES.moments(name, ranks, microbatches, chunks, rank))
+            assert schedule.peak(rank) <= told <= schedule.peak(rank) + (chunks - 1) * (ranks - 1)
+
+
+@pytest.mark.parametrize("by", ["work", "memory", "both"])
+@pytest.mark.parametrize(("mesh", "schedule"), [("pp=4", "1f1b"), ("pp=2 dp=2", "zb-v"), ("pp=4 dp=2", "gpipe")])
+def test_stages_that_are_balanced_by_bytes_are_those_of_the_engine_too(mesh: str, schedule: str, by: str) -> None:
+    """The same balance out of a job and out of a setting, and the same cut of the module's parts and of the anatomy's."""
+    keys = {"zero": 2, "precision": "bf16", "recompute": "selective", "batch.size": 32, "batch.micro_size": 2}
+    job = Job.load("tiny", mesh=mesh, pipeline={"schedule": schedule, "balance": by}, **keys).resolve(Mesh.parse(mesh).size, "cpu", 8)
+    step = requested(schedule, Mesh.parse(mesh)["pp"], job.microbatches)
+    assert Setting.of(job).balanced(step.held) == job.balance(step.held)
+    anatomy = Anatomy.of_decoder(DECODERS["tiny"])
+    split = split_model([Item(*part) for part in anatomy.work(job.batch.seq_len, "selective", 2)], step.rank_of, (), job.balance(step.held))
+    ours = Known(anatomy, CLUSTER, STRETTO).stages(Setting.of(job))
+    assert [[part.name for part in stage.parts] for stage in ours] == [[i.name for i in split.parts(s)] for s in range(split.stages)]
