@@ -61,7 +61,7 @@ class Pipelined:
         whole = real(setting.loaded(), job.seed, setting.device, dtype_of(job))
         assert isinstance(whole, Decoder), "refused by the catalog"
         order = pipeline(keys.schedule, setting.mesh["pp"], job.microbatches, keys.chunks)
-        split = split_model(stage_items(whole, job.batch.seq_len, job.recompute), order.rank_of, keys.split)
+        split = split_model(stage_items(whole, job.batch.seq_len, job.recompute), order.rank_of, keys.split, job.balance(order.held))
         group, me = mesh["pp"].get_group(), setting.mesh.index(setting.rank, "pp")
         mine = [stage for stage, rank in enumerate(order.rank_of) if rank == me]
         shards = setting.mesh.extent("dp", "dp_replicate") > 1

@@ -48,7 +48,11 @@ def time_parts(
     """
     rows = job.batch.micro_size or job.rows_per_rank
     alone = job.with_(
-        mesh="dp=1", zero=0, pipeline={"schedule": "1f1b", "chunks": None, "split": []}, batch={"size": rows, "micro_size": rows}
+        mesh="dp=1",
+        zero={"stage": 0, "gradients": "end", "keep": []},
+        pipeline={"schedule": "1f1b", "chunks": None, "split": []},
+        batch={"size": rows, "micro_size": rows},
+        profile={"steps": []},
     )
     loaded = check.load(alone, model, blocks)
     compute = str(alone.precision.compute)
