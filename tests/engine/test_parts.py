@@ -95,13 +95,13 @@ def test_blocks_of_the_same_work_and_weights_have_the_median_of_their_seconds():
 
 
 def test_the_bytes_that_are_seen_are_those_that_are_counted():
-    """Of our decoder, whose anatomy counts what autograd keeps: what an unfused activation and rotation keep more is in `seen` alone."""
+    """Of our decoder, whose anatomy counts what autograd keeps. The first block keeps the table of rotations too."""
     found = timed(None, Clock(), **{"batch.seq_len": 32, "zero": 3, "profile.steps": [1], "profile.ranks": [3]})
-    for item in found.items:
-        if item.block:
-            assert item.saved <= found.parts[item.name].saved <= 1.6 * item.saved
-    head = next(item for item in found.items if item.name == "head")
-    assert 256 * 4 <= found.parts["head"].saved <= 1.2 * head.saved
+    first, *others = (item for item in found.items if item.block)
+    assert [found.parts[item.name].saved for item in others] == [item.saved for item in others]
+    assert 0 <= found.parts[first.name].saved - first.saved <= 64
+    head = found.items[-1]
+    assert 0 <= found.parts[head.name].saved - head.saved <= 32  # targets, and the sum of losses
 
 
 def test_a_model_cut_short_has_the_parts_that_are_left():
