@@ -79,6 +79,8 @@ def measure(names: Sequence[str], microbatches: int, unit: float, steps: int, tr
         ids = torch.arange(4 * job.batch.size).view(-1, 4) % SHAPE.vocab
         reports = [engine.step({"input_ids": ids, "labels": ids}) for _ in range(WARMUP + steps)]
         found[name] = [report.seconds for report in reports[WARMUP:]]
+        if world.rank == 0:
+            print(f"{name}: {', '.join(f'{seconds:.3f}' for seconds in found[name])} s", file=sys.stderr, flush=True)
         engine.close()
     return found
 
