@@ -14,8 +14,8 @@ WARM_UP = 3  # steps that are not timed, where there are enough
 #: By how much losses of one step may differ, by what is computed in: rounding, not another training.
 APART: Mapping[str, float] = MappingProxyType({"fp64": 1e-9, "fp32": 5e-5, "bf16": 2e-2, "fp16": 2e-2})
 
-#: cannot: known before its ranks start; failed: it ended with an error of its own.
-Status = Literal["ok", "cannot", "not installed", "failed"]
+#: cannot: known before its ranks start; failed: it ended with an error of its own; not run: all was stopped before its turn.
+Status = Literal["ok", "cannot", "not installed", "failed", "not run"]
 
 
 class Effort(NamedTuple):
@@ -33,6 +33,22 @@ class Effort(NamedTuple):
             (tuple(range(first, last)) for first, last in ((WARM_UP, steps - 1), (2, steps - 1), (1, steps)) if first < last), (0,)
         )
         return Effort(steps, timed, min(1, steps - 1), steps - 1)
+
+
+#: Steps of a round after the first, which only times: as many as that, and as few as mean something (two of them are timed).
+LATER_STEPS, LEAST_STEPS = 12, 6
+
+
+def steps_left(turns: Sequence[Turn], steps: int, seconds: float) -> int:
+    """Steps of one more round in `seconds`: at most LATER_STEPS, 0 if it cannot be done. turns: one of each runner, of the round before.
+
+    A turn takes its start, its end (about half of that) and its steps.
+    """
+    fixed = sum(1.5 * turn.startup for turn in turns)
+    each = sum(median(turn.seconds) for turn in turns)
+    most = min(steps, LATER_STEPS)
+    fit = int((seconds - fixed) / each) if each > 0 else most
+    return min(most, fit) if fit >= min(most, LEAST_STEPS) else 0
 
 
 class RankTurn(NamedTuple):

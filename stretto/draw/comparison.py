@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stretto.draw.curve import Series, svg_curve
+from stretto.draw.forecast import forecast_html
 from stretto.draw.numbers import bytes_, count
 from stretto.draw.report import SCRIPT, STYLE
 
@@ -30,9 +31,25 @@ def page(found: Mapping[str, Any]) -> str:
     colours = {row["runner"]: COLOURS[i % len(COLOURS)] for i, row in enumerate(rows)}
     machine = found["machine"]
     body = [
-        f"<h1>{_e(found['job'])} on {len(ran)} of {len(rows)} frameworks</h1>",
+        f"<h1>{_e(found['job'])} on {len(ran)} of {len(rows)} frameworks</h1>" if rows else f"<h1>{_e(found['job'])}, foretold</h1>",
         f'<p class="sub">mesh {_e(found["mesh"])} · {found["steps"]} steps, {found["rounds"]} rounds in turn · {_e(machine.get("cpu"))}, '
         f"{_e(machine.get('cores'))} cores · {_e(machine.get('time'))} · <code>{_e(machine.get('command'))}</code></p>",
+        *(_measured(found, rows, ran, colours) if rows else ()),
+    ]
+    if found.get("cluster"):
+        body.append(_foretold(found))
+    rules = (f".chart circle.c{i} {{ fill:{colour} }} .chart polyline.c{i} {{ stroke:{colour} }} " for i, colour in enumerate(COLOURS))
+    style = STYLE + OWN_STYLE + "".join(rules)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{_e(found['job'])} compared - stretto</title><style>{style}</style></head><body><main>{''.join(body)}</main>"
+        f'<div id="tip"></div><script>{SCRIPT}</script></body></html>'
+    )
+
+
+def _measured(found: Mapping[str, Any], rows: Sequence[Row], ran: Sequence[Row], colours: Mapping[str, str]) -> list[str]:
+    """What the runs of this machine came to."""
+    return [
         '<div class="panel"><ul class="say">' + "".join(f"<li>{_e(line)}</li>" for line in found["verdict"]) + "</ul></div>",
         "<h2>Speed</h2>",
         _bars("tokens a second, whole job", ran, colours, "tokens_per_second", count),
@@ -47,13 +64,15 @@ def page(found: Mapping[str, Any]) -> str:
         f'<div class="panel wide">{_table(rows)}</div>',
         _notes(rows),
     ]
-    rules = (f".chart circle.c{i} {{ fill:{colour} }} .chart polyline.c{i} {{ stroke:{colour} }} " for i, colour in enumerate(COLOURS))
-    style = STYLE + OWN_STYLE + "".join(rules)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{_e(found['job'])} compared - stretto</title><style>{style}</style></head><body><main>{''.join(body)}</main>"
-        f'<div id="tip"></div><script>{SCRIPT}</script></body></html>'
-    )
+
+
+def _foretold(found: Mapping[str, Any]) -> str:
+    """What the planner says of each framework on another cluster."""
+    rows: Sequence[Row] = found["foretold"]
+    colours = {row["runner"]: COLOURS[i % len(COLOURS)] for i, row in enumerate(rows)}
+    speed = _bars("tokens a second a device, foretold", rows, colours, "tokens_per_second", count)
+    peak = _bars("what the fullest device holds, foretold", rows, colours, "peak_bytes", bytes_)
+    return forecast_html(found["cluster"], rows, found["foretold_verdict"], f'<div class="pair">{speed}{peak}</div>')
 
 
 def _bars(title: str, rows: Sequence[Row], colours: Mapping[str, str], column: str, show: Callable[[float], str]) -> str:
@@ -71,8 +90,8 @@ def _bars(title: str, rows: Sequence[Row], colours: Mapping[str, str], column: s
 
 
 def _spread(row: Row) -> str:
-    low, high = row["spread"]
-    return f" ({count(low)}-{count(high)})"
+    spread = row.get("spread")
+    return f" ({count(spread[0])}-{count(spread[1])})" if spread else ""
 
 
 def _losses(rows: Sequence[Row], colours: Mapping[str, str], apart: float) -> str:

@@ -6,17 +6,19 @@ import os
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto.adapters.ability import Ability
 from stretto.adapters.catalog import RUNNERS, chosen
-from stretto.adapters.summary import APART, Effort, RankTurn, Row, Turn, row
+from stretto.adapters.foretold import Forecast, foretell
+from stretto.adapters.summary import APART, Effort, RankTurn, Row, Turn, row, steps_left
 from stretto.adapters.verdict import verdict
 from stretto.comm.environment import seat
 from stretto.draw.comparison import page
+from stretto.draw.forecast import forecast_text
 from stretto.draw.numbers import bytes_, count
 from stretto.errors import JobError, RunError, StrettoError
 from stretto.job import Job
@@ -25,16 +27,18 @@ from stretto.launch.local import run_local
 from stretto.launch.runfolder import default_folder, environment_facts, json_text
 from stretto.launch.training import check_data, ready, shortened
 from stretto.launch.worker import Rank
+from stretto.layout.mesh import Mesh
+from stretto.plan.hardware import Cluster
 
 DEFAULT_STEPS = 20  # of a job that has more
-LATER_STEPS = 12  # of rounds after the first, which only time
+DEFAULT_MINUTES = 14.0
 DEFAULT = ("stretto", "ddp", "fsdp2")
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One job on several runners."""
+    """One job on several runners. forecast: what is foretold of them on another cluster, where that was asked for. stopped: by Ctrl-C."""
 
     job: str
     mesh: str
@@ -45,6 +49,8 @@ class Comparison:
     verdict: tuple[str, ...]
     machine: Mapping[str, Any]
     folder: str
+    forecast: Forecast | None = None
+    stopped: bool = False
 
     def plain(self) -> dict[str, Any]:
         """What --json prints."""
@@ -57,6 +63,9 @@ class Comparison:
             "rows": [one.plain() for one in self.rows],
             "verdict": list(self.verdict),
             "machine": dict(self.machine),
+            "cluster": self.forecast.cluster if self.forecast else None,
+            "foretold": [one.plain() for one in self.forecast.rows] if self.forecast else [],
+            "foretold_verdict": list(self.forecast.said) if self.forecast else [],
             "files": [str(Path(self.folder) / name) for name in ("compare.json", "compare.html")],
         }
 
@@ -65,51 +74,134 @@ def options(parser: ArgumentParser) -> None:
     """What `stretto compare` takes besides a job."""
     known = f"of {', '.join(RUNNERS)} (default {','.join(DEFAULT)})"
     parser.add_argument("--runners", metavar="A,B", default=",".join(DEFAULT), help=known)
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="turns of each, in the order A B C A B C (default 2)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="turns of each, in the order A B C A B C (default 2); 0 with --cluster runs nothing",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help='also foretell each framework there: "64x8 h100", a device\'s name, or a file of stretto measure',
+    )
     parser.add_argument(
         "--until", type=int, metavar="STEP", help=f"stop after this step (default: the job's steps, at most {DEFAULT_STEPS}); the "
         "learning rate goes as if it went on",
     )  # fmt: skip
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="that one turn may take (default 600)")
+    parser.add_argument(
+        "--minutes", type=float, default=DEFAULT_MINUTES, metavar="M",
+        help=f"that all may take (default {DEFAULT_MINUTES:g}): rounds after the first are shortened, then left out",
+    )  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="folder for compare.json, compare.html and logs (default runs/compare-JOB-TIME)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, all else on stderr")
 
 
 def compare(
-    job: Job, names: Sequence[str], *, rounds: int, until: int | None, limit: float, out: str | Path | None, tell: Tell
+    job: Job,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    until: int | None,
+    limit: float,
+    out: str | Path | None,
+    tell: Tell,
+    minutes: float = DEFAULT_MINUTES,
+    cluster: Cluster | None = None,
+    keep: Collection[str] = (),
 ) -> Comparison:
-    """Run `job` on each of the runners, `rounds` turns each. tell: hears each line of progress. Raises JobError for what is wrong with the
-    job itself; what is wrong with a runner is in its row."""
-    runners = chosen(names)
+    """Run `job` on each of the runners, `rounds` turns each, fewer where `minutes` would not do.
+
+    tell: hears each line of progress. limit: seconds of one turn. cluster: where each framework is foretold beside that, with the keys of
+    `keep` as the job has them. Raises JobError for what is wrong with the job itself; what is wrong with a runner is in its row.
+    """
+    began, runners = time.monotonic(), chosen(names)
     if seat(os.environ) is not None:
         raise JobError("stretto compare starts its ranks itself, in fresh processes; write it without torchrun or srun")
-    if rounds < 1:
-        raise JobError(f"--rounds {rounds} is not possible; write --rounds 1 or more")
+    if rounds < (0 if cluster else 1):
+        raise JobError(f"--rounds {rounds} is not possible; write --rounds 1 or more, or --rounds 0 with --cluster")
+    forecast = None if cluster is None else foretell(job, cluster, [can.name for can in runners], _kept(job, cluster, keep))
+    measured = _measure(job, runners, Bounds(rounds, until, limit, began + 60 * minutes), out, tell) if rounds else _nothing(job, out)
+    found = replace(measured, forecast=forecast)
+    (Path(found.folder) / "compare.json").write_text(json_text(found.plain(), indent=1) + "\n", encoding="utf-8")
+    (Path(found.folder) / "compare.html").write_text(page(found.plain()), encoding="utf-8")
+    return found
+
+
+def _kept(job: Job, cluster: Cluster, keep: Collection[str]) -> frozenset[str]:
+    """A mesh is the runs' here, and holds there only if it is of the cluster's size."""
+    there = bool(job.mesh) and "auto" not in job.mesh and Mesh.parse(job.mesh).size == cluster.devices
+    return frozenset(key for key in keep if key != "mesh" or there)
+
+
+def _folder(job: Job, out: str | Path | None) -> Path:
+    folder = Path(out) if out is not None else default_folder(f"compare-{job.name}", time.localtime())
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _nothing(job: Job, out: str | Path | None) -> Comparison:
+    """Of a job that is only foretold."""
+    facts = environment_facts(["stretto", *sys.argv[1:]], "cpu", None)
+    return Comparison(job.name, job.mesh, 0, 0, APART["fp32"], (), (), facts, str(_folder(job, out)))
+
+
+class Bounds(NamedTuple):
+    """How much is run. until: the last step. limit: seconds of one turn. end: when all shall be done, on the machine's monotonic clock."""
+
+    rounds: int
+    until: int | None
+    limit: float
+    end: float
+
+
+def _measure(job: Job, runners: Sequence[Ability], bounds: Bounds, out: str | Path | None, tell: Tell) -> Comparison:
+    """The runs, in turn."""
     prepared = ready(job)
     check_data(prepared.job)
     total = prepared.job.total_steps()
-    asked = until if until is not None else min(total or DEFAULT_STEPS, DEFAULT_STEPS)
+    asked = bounds.until if bounds.until is not None else min(total or DEFAULT_STEPS, DEFAULT_STEPS)
     cut = shortened(prepared.job, asked) if total is not None else prepared.job.with_(steps=asked)
     steps = cut.total_steps() or asked
-    folder = Path(out) if out is not None else default_folder(f"compare-{job.name}", time.localtime())
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    folder = _folder(job, out)
     tell(prepared.line())
     rows = {can.name: _base(can, cut) for can in runners}
     turns: dict[str, list[Turn]] = {can.name: [] for can in runners}
-    for number in range(rounds):
-        effort = Effort.of(steps if number == 0 else min(steps, LATER_STEPS))
-        for can in runners:
-            if rows[can.name].status == "ok":
-                logs = folder / "logs" / f"{can.name}-{number + 1}"
-                rows[can.name] = _turn(can, cut, prepared.ranks, effort, logs, limit, rows[can.name], turns[can.name], tell)
-    done = _rows(runners, rows, turns, cut)
+    stopped = False
+    try:
+        for number, now in _rounds(turns, rows, steps, bounds):
+            for can in runners:
+                if rows[can.name].status == "ok":
+                    logs = folder / "logs" / f"{can.name}-{number}"
+                    rows[can.name] = _turn(
+                        can, cut, prepared.ranks, Effort.of(now), logs, bounds.limit, rows[can.name], turns[can.name], tell
+                    )
+    except KeyboardInterrupt:
+        if not any(turns.values()):
+            raise
+        stopped = True  # what has been measured is minutes of work
+    finished = _rows(runners, rows, turns, cut)
     facts = environment_facts(["stretto", *sys.argv[1:]], prepared.job.device, prepared.devices.visible)
     tolerance = APART[prepared.job.precision.compute or "fp32"]
-    said = verdict(done, prepared.job.mesh, tolerance, len(Effort.of(steps).timed))
-    found = Comparison(job.name, prepared.job.mesh, rounds, steps, tolerance, done, tuple(said), facts, str(folder))
-    (folder / "compare.json").write_text(json_text(found.plain(), indent=1) + "\n", encoding="utf-8")
-    (folder / "compare.html").write_text(page(found.plain()), encoding="utf-8")
-    return found
+    said = list(verdict(finished, prepared.job.mesh, tolerance, len(Effort.of(steps).timed)))
+    done = max((len(some) for some in turns.values()), default=0)
+    if stopped:
+        said.append("It was stopped: what stands here is of the turns before.")
+    elif 0 < done < bounds.rounds:
+        said.append(f"Only {done} of {bounds.rounds} rounds: another would have taken longer than --minutes allows.")
+    return Comparison(job.name, prepared.job.mesh, done, steps, tolerance, finished, tuple(said), facts, str(folder), stopped=stopped)
+
+
+def _rounds(turns: Mapping[str, Sequence[Turn]], rows: Mapping[str, Row], steps: int, bounds: Bounds) -> Iterator[tuple[int, int]]:
+    """(number, steps) of each round: the first whole, later ones as long as there is time for."""
+    for number in range(1, bounds.rounds + 1):
+        latest = [some[-1] for name, some in turns.items() if rows[name].status == "ok" and some]
+        now = steps_left(latest, steps, bounds.end - time.monotonic()) if latest else steps * (number == 1)
+        if not now:
+            return
+        yield number, now
 
 
 def _base(can: Ability, job: Job) -> Row:
@@ -129,8 +221,6 @@ def _turn(can: Ability, job: Job, ranks: int, effort: Effort, logs: Path, limit:
     run, processes = (drive_rank, 1) if can.driver else (turn_rank, ranks)
     try:
         results = run_local(run, processes, (can.build, job, effort), logs=logs, timeout=limit)
-    except KeyboardInterrupt:
-        raise
     except StrettoError as error:
         status, why = ("cannot" if isinstance(error, JobError) else "failed"), _why(error)
         tell(f"{can.name}: {status}: {why}")
@@ -156,7 +246,9 @@ def _rows(runners: Sequence[Ability], rows: Mapping[str, Row], turns: Mapping[st
 
     def finished(can: Ability) -> Row:
         base = rows[can.name]
-        return row(base, turns[can.name], reference, tokens, apart) if base.status == "ok" and turns[can.name] else base
+        if base.status == "ok" and not turns[can.name]:
+            return replace(base, status="not run", why="stopped before its first turn was over")
+        return row(base, turns[can.name], reference, tokens, apart) if base.status == "ok" else base
 
     return tuple(finished(can) for can in runners)
 
@@ -188,6 +280,13 @@ TITLES = ("runner", "version", "tokens/s", "spread", "ratio", "peak a rank", "ma
 
 def table(found: Comparison) -> str:
     """The comparison for a terminal."""
+    parts = [_measured(found)] if found.rows else []
+    if found.forecast is not None:
+        parts.append(forecast_text(found.forecast.cluster, [one.plain() for one in found.forecast.rows], found.forecast.said))
+    return "\n\n".join([*parts, f"files: {found.folder}/compare.json, {found.folder}/compare.html"])
+
+
+def _measured(found: Comparison) -> str:
     about = f"{found.job} on mesh {found.mesh}: {found.steps} steps, {found.rounds} round{'s' * (found.rounds != 1)} in turn"
     lines = [about, ""]
     ran = [one for one in found.rows if one.status == "ok"]
@@ -198,7 +297,6 @@ def table(found: Comparison) -> str:
     lines += [f"{one.runner}: {note}" for one in ran for note in one.notes]
     lines += ["", *_losses(ran), "", *found.verdict]
     lines += ["", f"sent a step: payload bytes of the busiest rank; parts at: first step whose loss differs by more than {found.apart:g}"]
-    lines += [f"files: {found.folder}/compare.json, {found.folder}/compare.html"]
     return "\n".join(lines)
 
 

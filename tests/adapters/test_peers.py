@@ -57,6 +57,45 @@ def test_a_framework_trains_what_stretto_trains(case: str, tmp_path: Path) -> No
         assert theirs.grad_norms == pytest.approx(ours.grad_norms, rel=1e-3)
 
 
+#: The benchmark's decoder, made small: what each line of frameworks must train alike.
+THIRTY: Mapping[str, Any] = {"name": "30m", "blocks": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "vocab": 256}
+LINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "dp": ("stretto,ddp,fsdp2,deepspeed,megatron,accelerate,ray", {"mesh": "dp=2"}),
+    "zero 3": ("stretto,ddp,fsdp2,deepspeed,megatron,accelerate,ray", {"mesh": "dp=2", "zero": 3}),
+    "tp": ("stretto,fsdp2,megatron", {"mesh": "tp=2"}),
+    "pp": ("stretto,fsdp2,megatron", {"mesh": "pp=2", "batch.micro_size": 2}),
+}
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("line", LINES)
+def test_frameworks_side_by_side_have_the_same_loss_to_five_digits_at_every_step(line: str, tmp_path: Path) -> None:
+    runners, keys = LINES[line]
+    job = Job.load({**SMALL, "model": dict(THIRTY), "steps": 8, "clip": 0}, **keys)
+    found = compare(job, runners.split(","), rounds=1, until=None, limit=200, out=tmp_path / "found", tell=print)
+    assert {row.runner: row.why for row in found.rows if row.status != "ok"} == {}
+    for row in found.rows:
+        assert row.losses == pytest.approx(found.rows[0].losses, abs=5e-6 * found.rows[0].losses[0]), row.runner
+        assert len(row.losses) == 8 and row.apart_at is None
+
+
+@pytest.mark.frameworks
+def test_a_folder_of_hugging_face_in_bf16_is_trained_alike_and_what_cannot_says_why(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    keys = {"model": f"hf:{tmp_path}/model", "mesh": "dp=2", "zero": 3, "precision": "bf16", "clip": 0.5, "recompute": "full"}
+    job = Job.load({key: value for key, value in SMALL.items() if key != "model"}, **keys)
+    names = ["stretto", "ddp", "fsdp2", "deepspeed", "accelerate", "ray", "megatron"]
+    found = {row.runner: row for row in compare(job, names, rounds=1, until=None, limit=200, out=tmp_path / "found", tell=print).rows}
+    assert (found["megatron"].status, found["megatron"].log) == ("cannot", None)
+    assert {name: row.why for name, row in found.items() if row.status != "ok"}.keys() == {"megatron"}
+    for row in found.values():
+        if row.status == "ok":
+            assert row.losses == pytest.approx(found["stretto"].losses, abs=2e-2) and row.losses[-1] < row.losses[0]
+
+
 @pytest.mark.parametrize("name", ["deepspeed", "megatron", "ray", "accelerate"])
 def test_one_that_is_not_installed_is_a_row_with_the_command_that_installs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import stretto.adapters.ability as ability

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from stretto.adapters.summary import Effort, RankTurn, Row, Turn, first_apart, row
+from stretto.adapters.summary import Effort, RankTurn, Row, Turn, first_apart, row, steps_left
 from stretto.adapters.verdict import verdict
 
 
@@ -87,3 +87,14 @@ def test_a_loss_that_is_no_number_is_apart() -> None:
     assert first_apart([1.0, math.nan], [1.0, 1.0], 1e-3) == 2
     assert first_apart([1.0, math.nan], [1.0, math.nan], 1e-3) == 2
     assert first_apart([1.0, 1.1], [1.0, 1.1 + 1e-4], 1e-3) is None
+
+
+def test_a_further_round_is_as_long_as_the_time_that_is_left_allows() -> None:
+    effort = Effort(6, (3, 4), 1, 5)
+    turns = [Turn(0.0, effort, (rank(10.0, [5.0, *[step] * 5], [1.0] * 6),)) for step in (2.0, 1.0)]
+    starts = 2 * 1.5 * 10.0  # and what it takes to end
+    assert steps_left(turns, 20, starts + 12 * 3.0) == 12  # as many as mean anything
+    assert steps_left(turns, 20, starts + 8 * 3.0 + 1) == 8
+    assert steps_left(turns, 20, starts + 5 * 3.0) == 0 == steps_left(turns, 20, -3.0)
+    assert steps_left(turns, 4, starts + 4 * 3.0) == 4  # a short job is not shortened
+    assert steps_left(turns, 4, starts + 3 * 3.0) == 0
