@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stretto.draw.numbers import bytes_
 from stretto.errors import CheckFailed, RunError
 from stretto.job import Job
+from stretto.launch.agreeing import join
 from stretto.launch.training import ready
 from stretto.launch.worker import Event, Rank
 
@@ -60,13 +61,9 @@ def check_rank(
 ) -> None:
     """One rank's part of a check."""
     here.emit({"kind": "at", "action": "while loading torch"})
-    from stretto.comm.transport import World
     from stretto.engine import check as engine_check
 
-    here.emit({"kind": "at", "action": "while joining the other ranks"})
-    world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
-    here.first = world.first
-    here.emit({"kind": "at", "action": "while building the model"})
+    world, _ = join(here, job)
     own = {"model": model} if model is not None else {}
     engine_check.run(job, world, here.emit, dtype=dtype, steps=steps, inject=inject, blocks=blocks, **own)
     world.close()  # not after an error: it would wait for ranks that are gone

@@ -19,6 +19,7 @@ from stretto.draw.curve import text_curve
 from stretto.draw.numbers import bytes_, count, measure
 from stretto.errors import JobError, PeerLost
 from stretto.job import Job
+from stretto.launch.agreeing import join
 from stretto.launch.devices import Devices, devices
 from stretto.launch.failure import RankFailed
 from stretto.launch.progress import progress_on
@@ -224,13 +225,9 @@ class Here:
 def train_rank(here: Rank, job: Job, keep: Keep) -> None:
     """The training of one rank."""
     here.emit({"kind": "at", "action": "while loading torch"})
-    from stretto.comm.transport import World
     from stretto.engine.loop import train as fit
 
-    here.emit({"kind": "at", "action": "while joining the other ranks"})
-    world = World.from_environment(job.device, job.comm.transport, job.comm.init_timeout, job.comm.step_timeout)
-    here.first = world.first
-    here.emit({"kind": "at", "action": "while building the model"})
+    world, keep = join(here, job, keep)
     try:
         fit(job, world, here.emit, here.stop, keep)
     except PeerLost as error:
