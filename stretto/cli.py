@@ -46,7 +46,10 @@ def _tell(error: Exception) -> int:
     """Print why it failed, once for all ranks; returns the exit code."""
     from stretto.comm.environment import seat
 
-    here = seat(os.environ)
+    try:
+        here = seat(os.environ)
+    except JobError:  # of the variables: then nobody can say which rank this is
+        here = None
     if here is not None:
         from stretto.launch.outside import tell
 

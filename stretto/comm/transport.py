@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,10 +12,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from stretto.comm.environment import Seat, meeting_point, seat
+from stretto.comm.environment import Seat, check_interfaces, meeting_point, seat
 from stretto.comm.machine import Machine, Unavailable
+from stretto.comm.meeting import meet_in_store
 from stretto.comm.messages import Handle, Messages
 from stretto.comm.nodes import PATIENCE, Nodes, address_towards, interface_of, within
 from stretto.errors import JobError, PeerLost
@@ -197,27 +199,17 @@ def _meet(kind: str, here: Seat, init_timeout: float, step_timeout: float) -> St
     """Make the process group; returns the store in which the ranks met."""
     rank, size = here.rank, here.ranks
     host, port = meeting_point(os.environ)
+    check_interfaces(os.environ, [name for _, name in socket.if_nameindex()], kind)
     address = address_towards(host) if here.nodes > 1 else None
     if address and (interface := interface_of(address)):
         # gloo looks for its own host name otherwise, which may be an address that only this machine knows
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    listen = os.environ.get("STRETTO_LISTEN_FD") if rank == 0 else None
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    started = meet_in_store(os.environ, here, (host, port), init_timeout)
     try:
-        store = TCPStore(
-            host,
-            port,
-            size,
-            is_master=rank == 0 and not agent_store,
-            timeout=timedelta(seconds=init_timeout),
-            master_listen_fd=int(listen) if listen else None,
-        )
-        # an agent keeps one store through restarts: each start has names of its own
-        started = PrefixStore(f"stretto/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(kind, store=started, rank=rank, world_size=size, timeout=timedelta(seconds=step_timeout))
         return started
     except (dist.DistError, RuntimeError) as error:
-        raise PeerLost(f"{size} ranks did not meet at {host}:{port} within {init_timeout:g} s: {str(error).splitlines()[0]}") from error
+        raise PeerLost(f"{size} ranks met at {host}:{port}, but cannot reach each other: {str(error).splitlines()[0]}") from error
 
 
 def _shared(rank: int, size: int, store: Store, timeout: float, far: Messages | None = None) -> Transport:
