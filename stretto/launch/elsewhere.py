@@ -25,7 +25,7 @@ Done = Mapping[str, object]
 KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "here": frozenset(),
-        "ray": frozenset({"address", "max_failures"}),
+        "ray": frozenset({"address", "max_failures", "num_workers", "cluster"}),
         "slurm": frozenset({"print", "nodes", "sbatch"}),
         "kubernetes": frozenset({"print", "nodes", "image", "claim", "kind"}),
     }
@@ -39,6 +39,12 @@ def options(parser: ArgumentParser) -> None:
     group.add_argument("--address", metavar="ADDR", help="head node of a Ray cluster (default RAY_ADDRESS, else one that is started here)")
     group.add_argument(
         "--max-failures", type=int, metavar="N", help="times that a run is started again from its newest checkpoint (ray; default 0)"
+    )
+    group.add_argument(
+        "--num-workers", metavar="N-M", help="ranks, as many of this range as there is room for each time that it is started (ray)"
+    )
+    group.add_argument(
+        "--cluster", metavar="CLUSTER", help="with --num-workers: devices for which a mesh is planned, as stretto plan takes it"
     )
     group.add_argument("--print", action="store_true", help="show what would be submitted, and do nothing (slurm, kubernetes)")
     group.add_argument("--nodes", type=int, metavar="N", help="machines that share the ranks evenly (default 1)")
@@ -66,9 +72,16 @@ def starter(asked: Namespace) -> Iterator[Starter | None]:
     if asked.on != "ray":
         yield None
         return
+    from stretto.launch.elastic import Workers
     from stretto.launch.ray import RayCluster
+    from stretto.plan.asking import read_cluster
 
-    with RayCluster(asked.address, asked.max_failures or 0, lambda line: print(line, file=sys.stderr, flush=True)) as cluster:
+    workers = Workers.parse(asked.num_workers) if asked.num_workers else None
+    devices = read_cluster(asked.cluster) if asked.cluster else None
+    if devices and not workers:
+        raise JobError(f"--cluster {asked.cluster} is for the choice of a mesh; write --num-workers N-M too, or leave it out")
+    tell = lambda line: print(line, file=sys.stderr, flush=True)
+    with RayCluster(asked.address, asked.max_failures or 0, tell, workers, devices) as cluster:
         yield cluster
 
 

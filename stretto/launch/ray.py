@@ -24,12 +24,14 @@ from stretto.errors import JobError
 from stretto.job import Job
 from stretto.launch.board import Board, Place
 from stretto.launch.devices import Devices
+from stretto.launch.elastic import Workers, job_on
 from stretto.launch.failure import Failure, RankFailed, first
 from stretto.launch.local import ECHO_WAIT, RESCUE_WAIT, ROOT_WAIT, stop_signals
 from stretto.launch.payload import pack, unpack
 from stretto.launch.training import Ready, fitting, train_rank
 from stretto.launch.worker import Event, Rank
 from stretto.layout.mesh import Mesh
+from stretto.plan.hardware import Cluster
 
 TICK = 0.2  # seconds between looks at who has something to say
 PLACED = 60.0  # seconds that the cluster may take to find room, which it may first have to make
@@ -139,12 +141,22 @@ class RayCluster:
     """A connection to a cluster, or to one that is started on this machine for as long as it lasts. Used as a context.
 
     address: as ray.init takes it; None: RAY_ADDRESS, else a local one. max_failures: times that a run may be started again.
+    workers: how many ranks it may have, each time as many as there is room for; None: those of the job's mesh. devices: what the
+    nodes are made of, for the choice of a mesh; None: as Ray names their GPUs.
     """
 
     again = " --on ray"
 
-    def __init__(self, address: str | None, max_failures: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        max_failures: int,
+        tell: Callable[[str], None],
+        workers: Workers | None = None,
+        devices: Cluster | None = None,
+    ) -> None:
         self.address, self.max_failures, self.tell = address or os.environ.get("RAY_ADDRESS"), max_failures, tell
+        self.workers, self.devices = workers, devices
 
     def __enter__(self) -> RayCluster:
         try:
@@ -170,8 +182,10 @@ class RayCluster:
         """The job on the cluster: GPUs if each rank can have one of its own."""
         import ray
 
+        self.asked = job
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        return fitting(job, None, Devices("cuda" if gpus else "cpu", gpus))
+        found = Devices("cuda" if gpus else "cpu", gpus)
+        return fitting(job if self.workers is None else self._as_there_is_room(job, found), None, found)
 
     def start(self, prepared: Ready, job: Job, keep: Keep, logs: Path | None, on_event: Callable[[Event], None]) -> None:
         """Run it to its end. Ranks that fail are all started again, at most max_failures times, from the newest checkpoint.
@@ -179,7 +193,7 @@ class RayCluster:
         What no other attempt would do otherwise (a wrong request, a failed check) is not tried again.
         """
         keep = replace(keep, place=_absolute(keep.place), export=_absolute(keep.export))
-        left = self.max_failures
+        left, room = self.max_failures, _room(job.device == "cuda")
         while True:
             try:
                 with Actors(Mesh.parse(job.mesh), job.device == "cuda", logs, rescues=job.checkpoint.memory > 0) as actors:
@@ -190,6 +204,43 @@ class RayCluster:
                 left -= 1
                 self.tell(f"{error.failure.headline}; all ranks are started again ({left} more times after this)")
                 keep = replace(keep, resume="auto")
+            except NoRoom:  # a node that was lost may have been counted still
+                if self.workers is None or _room(job.device == "cuda") == room:
+                    raise
+            if self.workers is not None:
+                room = _room(job.device == "cuda")
+                found = fitting(self._as_there_is_room(self.asked, prepared.devices), None, prepared.devices).job
+                self.tell(f'there is room for {room} ranks: mesh="{found.mesh}"')
+                job = found.with_(steps=job.steps, **{"schedule.steps": job.schedule.steps, "profile.steps": job.profile.steps})
+
+    def _as_there_is_room(self, job: Job, found: Devices) -> Job:
+        """The job with a mesh for the nodes that are there now."""
+        import ray
+
+        assert self.workers is not None
+        on_gpus = found.kind == "cuda" and job.device != "cpu"
+        devices = self.devices or _devices(ray.cluster_resources())
+        return job_on(job, _room(on_gpus), "cuda" if on_gpus else "cpu", self.workers, devices)
+
+
+class NoRoom(JobError):
+    """The cluster has no place for the ranks."""
+
+
+def _room(gpus: bool) -> int:
+    """Ranks that the nodes have a place for which are alive, as far as Ray knows."""
+    import ray
+
+    return sum(int(node["Resources"].get("GPU" if gpus else "CPU", 0)) for node in ray.nodes() if node["Alive"])
+
+
+def _devices(resources: Mapping[str, float]) -> Cluster | None:
+    """A machine with the GPUs that Ray names among its resources, as accelerator_type:H100; None if it names none that is known."""
+    for name in resources:
+        with contextlib.suppress(JobError):
+            if name.startswith("accelerator_type:"):
+                return Cluster.of(name.partition(":")[2])
+    return None
 
 
 @dataclass
@@ -218,7 +269,7 @@ class Actors:
             self._remove()
             has = {kind: ray.cluster_resources().get(kind, 0) for kind in bundle}
             needs = f'mesh="{self.mesh}" needs {self.mesh.size // tp} times {_resources(bundle)} on one node each'
-            raise JobError(f"--on ray: {needs}, and the cluster has {_resources(has)} in all; write a smaller mesh, or add nodes")
+            raise NoRoom(f"--on ray: {needs}, and the cluster has {_resources(has)} in all; write a smaller mesh, or add nodes")
         made = ray.remote(RayRank)
         for index in range(self.mesh.size // tp):
             where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)

@@ -113,6 +113,9 @@ def test_half_a_line_waits_for_its_other_half():
         ("--on ray", "pip install 'stretto[ray]'"),
         ("--max-failures 2", "--max-failures is for --on ray"),
         ("--on ray --nodes 2", "--nodes is for"),
+        ("--num-workers 2-4", "--num-workers is for --on ray"),
+        ("--on ray --num-workers 4-2", "--num-workers 4-2 is not possible"),
+        ("--on ray --cluster h100", "write --num-workers N-M too"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_2(words, named, capsys, monkeypatch):
@@ -214,3 +217,50 @@ def test_the_error_of_a_rank_is_shown_once_and_what_nobody_could_do_is_not_tried
         run = begin(tmp_path, cluster, *words, *(f"{key}=auto" for key in SMALL if key.startswith("model.")))
         out, err = run.communicate(timeout=200)
         assert run.returncode == code and err.count(named) == 1, err
+
+
+@pytest.mark.frameworks
+def test_when_a_node_is_lost_the_run_goes_on_with_the_ranks_that_are_left_on_a_mesh_that_is_planned(local, tmp_path):
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        second = made.add_node(num_cpus=1)
+        elastic = ("--num-workers", "1-2", "--cluster", "1x2 h100", "--max-failures", "1")
+        run = begin(tmp_path, made.address, *elastic, "comm.step_timeout=20")
+        limit = time.monotonic() + 120
+        while len(steps_of(tmp_path)) < 7:
+            assert run.poll() is None and time.monotonic() < limit, run.communicate(timeout=5)
+            time.sleep(0.01)
+        made.remove_node(second, allow_graceful=False)
+        out, err = run.communicate(timeout=200)
+    finally:
+        made.shutdown()
+    assert run.returncode == 0, err
+    assert 'there is room for 1 ranks: mesh="dp=1"' in err and steps_of(tmp_path) == list(range(1, 11))
+    assert json.loads(out)["losses"] == pytest.approx(local, rel=1e-5)
+
+
+@pytest.mark.frameworks
+def test_ctrl_c_ends_a_run_after_its_step_and_ranks_do_not_outlive_a_driver_that_is_killed(cluster, tmp_path):
+    def two_more_steps(run):
+        before, limit = len(steps_of(tmp_path)), time.monotonic() + 120
+        while len(steps_of(tmp_path)) < before + 2:
+            assert run.poll() is None and time.monotonic() < limit, run.communicate(timeout=5)
+            time.sleep(0.01)
+
+    run = begin(tmp_path, cluster, "steps=1000000", "checkpoint.every=0")
+    two_more_steps(run)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    told = json.loads(out)
+    assert run.returncode == 0 and told["status"] == "interrupted" and told["saved"].endswith(f"step-{told['steps']:08d}"), err
+    run = begin(tmp_path, cluster, "--resume")
+    two_more_steps(run)
+    assert len(rank_processes()) == 2
+    run.kill()
+    run.communicate(timeout=10)
+    limit = time.monotonic() + 30
+    while rank_processes() and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert rank_processes() == []
