@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import warm
 from pool import Pool
 
 
@@ -21,3 +22,11 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that this test starts are forked from a process that has torch loaded."""
+    from stretto.launch import ranks
+
+    monkeypatch.setattr(ranks, "subprocess", warm.STAND_IN)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed", "stretto.comm.shm", "stretto.engine.loop", "torch._dynamo"])
+FORKS.set_forkserver_preload(["torch", "torch.distributed", "stretto.comm.shm", "stretto.engine.loop", "torch._dynamo", "pytest"])
 
 
 class Doomed:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import warm
 
 import stretto
 from stretto.launch.ranks import environment_of, listening_socket
@@ -22,22 +22,11 @@ def losses_of(folder: Path, script: str, **variables: str) -> list[float]:
     with listening_socket() as listener:
         port = listener.getsockname()[1]
     base = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
-    started = [
-        subprocess.Popen(
-            [sys.executable, script],
-            cwd=folder,
-            env=environment_of(rank, 2, port, base),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    started = [warm.Program([script], folder, environment_of(rank, 2, port, base), folder / f"told-{rank}") for rank in range(2)]
     try:
         said = [process.communicate(timeout=100) for process in started]
     finally:
         for process in started:
             process.kill()
-            process.wait()
     assert [process.returncode for process in started] == [0, 0], said
     return [float(loss) for loss in re.findall(r"loss (\S+)", said[0][0])]

@@ -17,21 +17,18 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import warm
 
 from stretto.launch.board import Place
 from stretto.launch.failure import Failure, first
 from stretto.launch.payload import nameless_file, pack, read_whole, unpack
 from stretto.launch.ranks import environment_of, listening_socket
-from stretto.launch.worker import die_with_parent
 
 START = 120.0  # seconds for all ranks to load torch and meet, on a machine that is busy
 GRACE = 3.0  # seconds that the others have once one rank failed
@@ -50,7 +47,7 @@ class Member:
     """One long-lived rank."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: warm.Process
     line: socket.socket
     errors: int  # a nameless file that its stderr goes to
 
@@ -95,10 +92,7 @@ class Pool:
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""
         for member in self.members:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(member.process.pid, signal.SIGKILL)
-        for member in self.members:
-            member.process.wait()
+            member.process.kill()
             member.line.close()
             os.close(member.errors)
         self.members = []
@@ -109,21 +103,8 @@ class Pool:
                 ours, theirs = socket.socketpair()
                 errors = nameless_file("errors")
                 environment = environment_of(rank, self.ranks, listener.getsockname()[1], {**os.environ, "OMP_NUM_THREADS": "1"})
-                passed = [theirs.fileno()]
-                if rank == 0:
-                    environment["STRETTO_LISTEN_FD"] = str(listener.fileno())
-                    passed.append(listener.fileno())
-                command = [sys.executable, "-P", str(Path(__file__)), str(theirs.fileno()), str(os.getpid()), str(rank)]
                 with theirs:
-                    process = subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=errors,
-                        stderr=errors,
-                        pass_fds=passed,
-                        start_new_session=True,
-                    )
+                    process = warm.Process(_member, theirs, listener if rank == 0 else None, environment, rank, warm.Handed(errors))
                 self.members.append(Member(rank, process, ours, errors))
         try:
             for member in self.members:
@@ -230,16 +211,12 @@ def _wait_for_words(line: socket.socket) -> None:
         raise EOFError
 
 
-def main(argv: Sequence[str]) -> None:
-    """Main of a rank's process."""
-    descriptor, parent, rank = map(int, argv)
-    die_with_parent(parent)
+def _member(line: socket.socket, listener: socket.socket | None, environment: Mapping[str, str], rank: int, errors: int) -> None:
+    """The process of a rank."""
+    named = {} if listener is None else {"STRETTO_LISTEN_FD": str(listener.detach())}
+    warm.become({**environment, **named}, errors, errors)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    with socket.socket(fileno=descriptor) as line:
+    with line:
         serve(line, rank)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
     os._exit(0)

@@ -200,6 +200,7 @@ def train(folder: Path) -> dict[str, dict[str, list[float]]]:
     return told
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_scripts_written_for_gloo_have_the_same_losses_over_shared_memory(tmp_path: Path) -> None:
     for told in launch(train, 2, (tmp_path,), timeout=120):
         assert told["gloo"].keys() == told["stretto"].keys()
@@ -225,5 +226,6 @@ def crossed(folder: Path) -> list[float]:
     return [x.mean().item() for x in tensors]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_groups_of_the_same_ranks_neither_mix_nor_wait_for_each_other(tmp_path: Path) -> None:
     assert launch(crossed, 2, (tmp_path,), timeout=60) == [[2.0, 20.0]] * 2

@@ -103,6 +103,7 @@ def test_memory_of_a_rank_that_is_gone_is_a_lost_peer() -> None:
     run_threads(rank, 1)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("asked", ["auto", "gloo", "shm"])
 def test_ranks_of_one_machine_share_memory_unless_told_otherwise(asked: str) -> None:
     """And where memory cannot be shared they fall back to gloo and say why; only if nothing else was allowed they refuse."""

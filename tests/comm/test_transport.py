@@ -103,6 +103,7 @@ def test_of_all_ranks_that_ask_for_a_name_one_is_first() -> None:
     assert [alone.first("a"), alone.first("a")] == [True, False]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_world_ends_the_process_group_that_it_made_and_no_other() -> None:
     def rank() -> tuple[list[bool], bool, bool]:
         import torch.distributed as dist

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import warm
 
 from stretto.cli import main
 from stretto.job import Job
@@ -106,16 +106,17 @@ def commands(block: Block) -> Iterator[Command]:
             yield Command(words, tuple(output), int(after[1][0]) if after[0] == "echo $?" else 0)
 
 
-def run(command: list[str], cwd: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+def run(words: list[str], cwd: Path, into: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+    """`python WORDS`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    return warm.run(words, cwd, environment, into, seconds)
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of_kind("python")}), ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
     file = tmp_path / f"{page.stem}.py"
     file.write_text(script(page), encoding="utf-8")
-    done = run([sys.executable, str(file)], tmp_path, PAGE_SECONDS)
+    done = run([str(file)], tmp_path, tmp_path / "told", PAGE_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     printed, said = done.stdout.split(f"{END}\n")[:-1], shown(page)
     assert [text for text, line in zip(printed, said, strict=True) if line is not None] == [line for line in said if line is not None]
@@ -130,10 +131,10 @@ COMMANDS = [(block, command) for block in of_kind("console") for command in comm
 
 
 @pytest.mark.parametrize(("block", "command"), COMMANDS, ids=[f"{block}-{command.words}" for block, command in COMMANDS])
-def test_a_command_ends_and_answers_as_shown(block: Block, command: Command) -> None:
+def test_a_command_ends_and_answers_as_shown(block: Block, command: Command, tmp_path: Path) -> None:
     first, *words = shlex.split(command.words)
     assert first == "stretto", "a console block runs stretto; write other commands in a block of kind sh"
-    done = run([sys.executable, "-m", "stretto", *words], ROOT, COMMAND_SECONDS)
+    done = run(["-m", "stretto", *words], ROOT, tmp_path, COMMAND_SECONDS)
     assert done.returncode == command.code, done.stderr[-3000:]
     if command.output:
         said = [VARIES.sub("*", line) for line in (done.stdout + done.stderr).splitlines()]

@@ -8,27 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SECONDS = 120  # far more than they take, for a machine that is busy
 
 
-def run(command: list[str], cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_and_its_ranks_tell_once_that_it_learned(example: Path, tmp_path: Path) -> None:
-    assert run([sys.executable, str(example)], tmp_path).count("it learned") == 1
+    done = warm.run([str(example)], tmp_path, ENVIRONMENT, tmp_path / "told", SECONDS)
+    assert done.returncode == 0 and done.stdout.count("it learned") == 1, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def test_an_example_runs_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    assert run([*torchrun, str(ROOT / "examples" / "quickstart.py")], tmp_path).count("it learned") == 1
+    command = [*torchrun, str(ROOT / "examples" / "quickstart.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0 and done.stdout.count("it learned") == 1, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

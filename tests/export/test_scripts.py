@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from exported import SMALL, losses_of
 
 import stretto
@@ -40,9 +41,11 @@ def test_the_script_for_fsdp2_has_the_losses_of_stretto(tmp_path):
     job = Job.load("tiny", zero=3, **SMALL)
     write(export(elsewhere(job), "fsdp2"), tmp_path / "fsdp2")
     theirs = losses_of(tmp_path / "fsdp2", "train.py")
-    ours = stretto.train(job, tmp_path / "ours")
-    assert len(theirs) == 4 and ours is not None
-    assert theirs == pytest.approx(ours.losses, rel=1e-5)
+    environment = {**os.environ, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    ours = warm.run(["-m", "stretto", "train", "job.toml", "--out", "ours", "--json"], tmp_path, environment, tmp_path / "told", 100)
+    assert ours.returncode == 0 and len(theirs) == 4, ours.stderr
+    assert theirs == pytest.approx(json.loads(ours.stdout)["losses"], rel=1e-5)
 
 
 def test_the_command_writes_files_that_are_named_and_says_what_is_missing(tmp_path):

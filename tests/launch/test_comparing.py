@@ -32,6 +32,7 @@ def fails(setting: object) -> None:
     raise ValueError("nothing to build\nat all")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_rows_of_those_that_ran_that_could_not_that_are_absent_and_that_crashed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

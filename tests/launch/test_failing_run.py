@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import warm
 
 import stretto
 
@@ -119,11 +120,15 @@ def train(tmp_path):
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**kept, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
 
-    def run(*words, through=()):
+    def run(*words, through=(), fresh=False):
+        """fresh: by a `python` that is started for it, as torchrun is; else by one that has torch loaded."""
         usual = {"data": "text:text.txt", "mesh": "dp=2", "batch.size": "4", "batch.seq_len": "8", "steps": "60"}
         keys = [f"{name}={value}" for name, value in (usual | dict(word.split("=", 1) for word in words)).items()]
-        command = [sys.executable, *through, "-m", "stretto", "train", *keys, "--out", "run", "--json"]
-        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        command = [*through, "-m", "stretto", "train", *keys, "--out", "run", "--json"]
+        if through or fresh:
+            found = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        else:
+            found = warm.run(command, tmp_path, environment, tmp_path / "told", 120)
         failed = tmp_path / "failed"
         after = time.time() - float(failed.read_text()) if failed.exists() else math.nan
         return Ended(found.returncode, found.stdout, found.stderr, after, tmp_path)
@@ -158,7 +163,7 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_c22_the_first_failure_ends_the_run_and_is_told_once(kind, train):
     words, error, line = FAILURES[kind]
-    ended = train(*words)
+    ended = train(*words, fresh=kind == "death")
     assert ended.code == 1 and ended.out == "" and ended.after < 10, ended.err
     assert nobody_left(ended.folder)
     assert ended.err.count("failed at step") == 1 and f"stretto: rank 1 failed at step 3, {error}" in ended.err, ended.err

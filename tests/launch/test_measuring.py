@@ -24,6 +24,7 @@ LINKS = (
 )
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_two_ranks_are_measured_and_the_file_is_read_as_the_object_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from hosts import Hosts, two_hosts
 
 import stretto
@@ -44,8 +45,10 @@ def test_two_nodes_have_the_losses_of_one(ranks, keys, tmp_path):
         said = [node.communicate(timeout=120) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], said
     there = json.loads(said[0][0])
-    here = stretto.train(Job.load("tiny", **{**SMALL, **keys, "comm.transport": "gloo"}), tmp_path / "here")
-    assert here is not None and there["losses"] == list(here.losses)
+    (tmp_path / "job.toml").write_text(Job.load("tiny", **{**SMALL, **keys, "comm.transport": "gloo"}).to_toml())
+    words = ["-m", "stretto", "train", "job.toml", "--out", "here", "--json"]
+    here = warm.run(words, tmp_path, {**os.environ, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}, tmp_path / "told", 120)
+    assert here.returncode == 0 and there["losses"] == json.loads(here.stdout)["losses"], here.stderr
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert not hosts.separate or environment["host"] == "left"
 

@@ -11,20 +11,25 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
 import stretto
 
 
 @pytest.fixture
 def start(tmp_path):
-    """`stretto train WORDS` in a folder of its own."""
+    """`stretto train WORDS` in a folder of its own; fresh: by a `python` that is started for it, else by one that has torch loaded."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**kept, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
     started = []
 
-    def run(*words, out="run"):
-        command = [sys.executable, "-m", "stretto", "train", *words, "--json", "--out", out]
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def run(*words, out="run", fresh=False):
+        words = ["-m", "stretto", "train", *words, "--json", "--out", out]
+        if fresh:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=environment, **pipes)
+        else:
+            process = warm.Program(words, tmp_path, environment, tmp_path / f"told-{len(started)}")
         started.append(process)
         return process, tmp_path / out
 
@@ -32,13 +37,12 @@ def start(tmp_path):
     yield run
     for process in started:
         process.kill()
-        process.wait()
+        process.communicate(timeout=10)
 
 
 def test_without_a_word_it_trains_tiny_and_forty_steps_take_more_than_a_nat_off_the_loss(start):
-    process, folder = start(
-        "steps=40", "profile.steps=[2, 40]", "profile.ranks=[0, 1]", "eval.every=20", "eval.batches=2", "data.split=0.05"
-    )
+    asked = ("steps=40", "profile.steps=[2, 40]", "profile.ranks=[0, 1]", "eval.every=20", "eval.batches=2", "data.split=0.05")
+    process, folder = start(*asked, fresh=True)
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     told = json.loads(out)
@@ -64,7 +68,7 @@ def test_stopped_by_any_signal_all_is_saved_and_what_goes_on_is_bitwise_the_run_
         before = len(rows.read_text().splitlines()) if rows.exists() else 0
         limit = time.monotonic() + 120
         while not rows.exists() or len(rows.read_text().splitlines()) < before + 2:
-            assert process.poll() is None and time.monotonic() < limit, process.stderr.read()
+            assert process.poll() is None and time.monotonic() < limit, process.communicate(timeout=5)
             time.sleep(0.05)
         process.send_signal(number)
         if number == signal.SIGTERM:  # a scheduler that cannot wait says it again, perhaps in the midst of the save
@@ -89,4 +93,5 @@ def test_stopped_by_any_signal_all_is_saved_and_what_goes_on_is_bitwise_the_run_
     out, err = whole.communicate(timeout=120)
     assert whole.returncode == 0 and json.loads(out)["losses"] == told["losses"], err
     again, _ = start(*small)  # starting over what is there is refused
-    assert again.wait(60) == 2 and "--resume" in again.stderr.read()
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 2 and "--resume" in err

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 import stretto
 from stretto.cli import main
@@ -65,17 +66,20 @@ def test_ranks_on_gpus_ask_for_one_each(capsys):
     assert directives(text)["gpus-per-node"] == "4" and "--out 'my run' --resume=auto" in text
 
 
-def test_the_script_trains_on_the_ranks_that_srun_starts_and_goes_on_when_given_again(program, tmp_path, capsys, monkeypatch):
+def test_the_script_goes_on_with_its_run_on_the_ranks_that_srun_starts(program, tmp_path, capsys, monkeypatch):
+    """As a job does that is requeued: what is there is of the same command, two steps long."""
     main(["train", "tiny", *SMALL, "mesh=dp=2", "--on", "slurm", "--print"])
     text = capsys.readouterr().out
     program("srun", SRUN.format(python=sys.executable))
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    environment = {**kept, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    out = f"runs/tiny-{os.getpid()}"
+    words = ["-m", "stretto", "train", "tiny", *SMALL, "mesh=dp=2", "--out", out, "--until", "2"]
+    first = warm.run(words, tmp_path, environment, tmp_path / "told", 120)
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1"}
-    environment = {**kept, **slurm, "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
-    run = lambda: subprocess.run(["bash"], input=text, env=environment, capture_output=True, text=True, timeout=120)
-    first, again = run(), run()
+    again = subprocess.run(["bash"], input=text, env=environment | slurm, capture_output=True, text=True, timeout=120)
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
-    rows = (tmp_path / "runs" / f"tiny-{os.getpid()}" / "metrics.jsonl").read_text().splitlines()
+    rows = (tmp_path / out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3] and "going on from" in again.stderr
 
 

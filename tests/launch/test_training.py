@@ -57,7 +57,7 @@ def refuses(here, job, keep):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, warm_ranks):
     def start(work, *, until=None, **overrides):
         monkeypatch.setattr(training, "train_rank", work)
         stream = io.StringIO()
