@@ -294,7 +294,7 @@ class Job(Section):
         keys = self.precision
         assert keys.compute and keys.reduce and keys.master
         moments = 2 if self.optimizer.name == "adamw" else int(self.optimizer.momentum > 0)
-        widths = Widths.of(*(DTYPE_BYTES[dtype] for dtype in (keys.compute, keys.reduce, keys.master)), moments)
+        widths = Widths.of(DTYPE_BYTES[keys.compute], DTYPE_BYTES[keys.reduce], DTYPE_BYTES[keys.master], moments)
         policy = ZeroPolicy.of(self.zero.stage, self.zero.gradients, self.zero.params)
         element = element_bytes(policy, Mesh.parse(self.mesh).extent(*SHARD_AXES), widths)
         tokens = (self.batch.micro_size or self.rows_per_rank) * self.batch.seq_len

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from stretto.checkpoint.manifest import NAME
 from stretto.checkpoint.peers import PeerStore
@@ -37,7 +38,7 @@ def rescue(vault: Vault, rank: int, addresses: Sequence[Address], shelf: Shelf, 
             return step
         try:
             line = Line(address, patience)
-            step = line.ask(what="rescued")
+            step = cast(int | None, line.ask(what="rescued"))
             line.close()
             return step
         except PeerLost:

@@ -198,9 +198,11 @@ class LocalStore:
 def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
     """The call of Linux that begins to write a part of a file to its medium; None elsewhere."""
     found: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if found is not None:
-        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
+    if found is None:
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    begin: Callable[[int, int, int, int], object] = found
+    return begin
 
 
 class ObjectStore:

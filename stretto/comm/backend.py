@@ -100,10 +100,12 @@ class GlooLine:
         self.gloo = gloo
 
     def send(self, x: Tensor, destination: int, channel: int) -> Handle:
-        return self.gloo.send([x], destination, channel)
+        handle: Handle = self.gloo.send([x], destination, channel)  # type: ignore[attr-defined]
+        return handle
 
     def receive(self, x: Tensor, source: int, channel: int) -> Handle:
-        return self.gloo.recv([x], source, channel)
+        handle: Handle = self.gloo.recv([x], source, channel)  # type: ignore[attr-defined]
+        return handle
 
 
 class Group(dist.ProcessGroup):
@@ -306,10 +308,11 @@ def make(store: Store, rank: int, size: int, timeout: timedelta, name: str, rank
         machine = Machine.meet(rank, size, store, library() is not None)
     except Unavailable as error:
         raise RuntimeError(f'the stretto backend shares memory between ranks: {error}; write init_process_group("gloo")') from error
-    transport: SharedMemory | Nearby = SharedMemory(machine, timeout.total_seconds())
+    near = SharedMemory(machine, timeout.total_seconds())
+    transport: SharedMemory | Nearby = near
     if len(machine.machines) > 1:
         gloo = ProcessGroupGloo(PrefixStore("far", store), rank, size, timeout)
-        transport = Nearby(transport, Messages(GlooLine(gloo), rank))
+        transport = Nearby(near, Messages(GlooLine(gloo), rank))
     return Group(transport, tuple(range(size)), 0, name, store)
 
 

@@ -27,7 +27,7 @@ def meet_in_store(environment: Mapping[str, str], here: Seat, point: tuple[str, 
     listen = environment.get("STRETTO_LISTEN_FD") if here.rank == 0 else None
     keeps = here.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(
+        kept = TCPStore(
             host,
             port,
             here.ranks,
@@ -37,7 +37,7 @@ def meet_in_store(environment: Mapping[str, str], here: Seat, point: tuple[str, 
             master_listen_fd=int(listen) if listen else None,
         )
         # an agent keeps one store through restarts: each start has names of its own
-        store = PrefixStore(f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", kept)
         _wait_for_all(store, here, point, seconds)
     except (DistError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):

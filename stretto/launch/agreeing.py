@@ -78,7 +78,7 @@ class Reading:
     def read(cls, text: bytes) -> Reading:
         """What `text` wrote."""
         values = json.loads(text)
-        keep = {name: tuple(value) if isinstance(value, list) else value for name, value in values.pop("keep").items()}
+        keep: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.pop("keep").items()}
         return cls(**values, keep=Keep(**keep))
 
 
@@ -103,18 +103,22 @@ def agree(mine: Reading, world: World) -> Reading:
 
     Raises JobError on all ranks if one differs, and PeerLost if one is gone before it said anything.
     """
-    meeting = world.store.add(f"agree/{world.rank}", 1)  # each rank's n-th is everybody's
-    name = lambda what: f"agree/{meeting}/{what}"
+    store: Any = world.store
+    meeting = store.add(f"agree/{world.rank}", 1)  # each rank's n-th is everybody's
+
+    def name(what: str) -> str:
+        return f"agree/{meeting}/{what}"
+
     try:
         if world.rank == 0:
-            world.store.set(name("first"), mine.text())
-        first = Reading.read(world.store.get(name("first")))
+            store.set(name("first"), mine.text())
+        first = Reading.read(store.get(name("first")))
         if apart := mine.differs(world.rank, first):
-            world.store.set(name("apart"), apart)
-        if world.store.add(name("came"), 1) == world.size:
-            world.store.set(name("verdict"), world.store.get(name("apart")) if world.store.check([name("apart")]) else "")
-        verdict = world.store.get(name("verdict")).decode()
-        read = world.store.add(name("read"), 1)
+            store.set(name("apart"), apart)
+        if store.add(name("came"), 1) == world.size:
+            store.set(name("verdict"), store.get(name("apart")) if store.check([name("apart")]) else "")
+        verdict = store.get(name("verdict")).decode()
+        read = store.add(name("read"), 1)
     except RuntimeError as error:  # of the store: its time-out, or its rank is gone; torch's DistError is one too
         raise PeerLost(f"not all of {world.size} ranks said which job they have: {str(error).splitlines()[0]}") from error
     if not verdict:
@@ -122,7 +126,7 @@ def agree(mine: Reading, world: World) -> Reading:
     limit = time.monotonic() + READ
     while world.rank == 0 and read < world.size and time.monotonic() < limit:
         time.sleep(0.02)
-        read = world.store.add(name("read"), 0)
+        read = store.add(name("read"), 0)
     raise JobError(verdict)
 
 

@@ -144,7 +144,7 @@ def _folder(job: Job, out: str | Path | None) -> Path:
 
 def _nothing(job: Job, out: str | Path | None) -> Comparison:
     """Of a job that is only foretold."""
-    facts = environment_facts(["stretto", *sys.argv[1:]], "cpu", None)
+    facts = environment_facts(["stretto", *sys.argv[1:]], "cpu", 0)
     return Comparison(job.name, job.mesh, 0, 0, APART["fp32"], (), (), facts, str(_folder(job, out)))
 
 

@@ -84,7 +84,7 @@ def _saved(part: nn.Module | None, recompute: Recompute, bytes_per_element: int)
     """About what a token's forward keeps of a part: what goes into each matrix and what comes out of it; with full recompute what goes
     into the part alone. Pieces of a module without matrices keep next to nothing."""
     sizes = [
-        module.weight.shape
+        tuple(weight.shape)
         for module in (part.modules() if part is not None else ())
         if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
     ]
