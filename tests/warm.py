@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import runpy
 import select
@@ -127,6 +128,7 @@ def _begin(parent: int, target: Any, args: Sequence[Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes of its own
     target(*args)
 
 

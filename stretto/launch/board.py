@@ -18,10 +18,12 @@ class Place(NamedTuple):
     action: str
 
     def __str__(self) -> str:
-        """As it follows "failed": at step 3, action 0F2."""
+        """As it follows "failed": at step 3, action 0F2; an action in words stands as it is: at step 3, reading data."""
         if self.step is None:
             return self.action or "before its first line"
-        return f"at step {self.step}" + (f", action {self.action}" if self.action else "")
+        if not self.action:
+            return f"at step {self.step}"
+        return f"at step {self.step}, {self.action if ' ' in self.action else f'action {self.action}'}"
 
 
 class Board:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,17 +107,25 @@ def commands(block: Block) -> Iterator[Command]:
             yield Command(words, tuple(output), int(after[1][0]) if after[0] == "echo $?" else 0)
 
 
-def run(words: list[str], cwd: Path, into: Path, seconds: int) -> subprocess.CompletedProcess[str]:
-    """`python WORDS`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    return warm.run(words, cwd, environment, into, seconds)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A folder in which what lies in the repository is found by the same names, and what a command writes stays."""
+    folder = tmp_path / "desk"
+    folder.mkdir()
+    for name in ("benchmarks", "docs", "examples", "stretto", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in of_kind("python")}), ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_and_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
     file = tmp_path / f"{page.stem}.py"
     file.write_text(script(page), encoding="utf-8")
-    done = run([str(file)], tmp_path, tmp_path / "told", PAGE_SECONDS)
+    # a process of its own: what a script calls travels to its ranks as from a script
+    done = subprocess.run([sys.executable, file], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=PAGE_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     printed, said = done.stdout.split(f"{END}\n")[:-1], shown(page)
     assert [text for text, line in zip(printed, said, strict=True) if line is not None] == [line for line in said if line is not None]
@@ -131,10 +140,10 @@ COMMANDS = [(block, command) for block in of_kind("console") for command in comm
 
 
 @pytest.mark.parametrize(("block", "command"), COMMANDS, ids=[f"{block}-{command.words}" for block, command in COMMANDS])
-def test_a_command_ends_and_answers_as_shown(block: Block, command: Command, tmp_path: Path) -> None:
+def test_a_command_ends_and_answers_as_shown(block: Block, command: Command, desk: Path, tmp_path: Path) -> None:
     first, *words = shlex.split(command.words)
     assert first == "stretto", "a console block runs stretto; write other commands in a block of kind sh"
-    done = run(["-m", "stretto", *words], ROOT, tmp_path, COMMAND_SECONDS)
+    done = warm.run(["-m", "stretto", *words], desk, ENVIRONMENT, tmp_path / "told", COMMAND_SECONDS)
     assert done.returncode == command.code, done.stderr[-3000:]
     if command.output:
         said = [VARIES.sub("*", line) for line in (done.stdout + done.stderr).splitlines()]

@@ -25,7 +25,8 @@ from stretto.data.batch import Batch
 from stretto.job import Job
 from stretto.launch import comparing
 
-SMALL = ["model.blocks=2", "model.hidden=32", "model.ffn=48", "batch.size=4", "batch.seq_len=16", "steps=4", "mesh=dp=2", "device=cpu"]
+SMALL = ["model.blocks=2", "model.hidden=32", "model.ffn=48", "batch.size=4", "batch.seq_len=16", "mesh=dp=2", "device=cpu"]
+SHORT = [*SMALL, "steps=4"]
 
 
 def fails(setting: object) -> None:
@@ -46,7 +47,7 @@ def test_rows_of_those_that_ran_that_could_not_that_are_absent_and_that_crashed(
     monkeypatch.setattr(catalog, "RUNNERS", known)
     monkeypatch.setattr("sys.path", [str(Path(__file__).parent), *__import__("sys").path])
     out = tmp_path / "found"
-    words = ["compare", "tiny", *SMALL, "--runners", "stretto,crashing,absent,unable,ddp", "--rounds", "1", "--out", str(out), "--json"]
+    words = ["compare", "tiny", *SHORT, "--runners", "stretto,crashing,absent,unable,ddp", "--rounds", "1", "--out", str(out), "--json"]
     assert main(words) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
@@ -128,7 +129,7 @@ def test_ctrl_c_keeps_what_was_measured(
         return turn(ranks, args[2])
 
     monkeypatch.setattr(comparing, "run_local", run)
-    words = ["compare", "tiny", *SMALL, "--runners", "stretto,ddp", "--rounds", "3", "--out", str(tmp_path), "--json"]
+    words = ["compare", "tiny", *SHORT, "--runners", "stretto,ddp", "--rounds", "3", "--out", str(tmp_path), "--json"]
     assert main(words) == 1
     said = capsys.readouterr()
     if stop_at == 1:
@@ -151,20 +152,8 @@ def test_rounds_take_turns_and_end_with_the_minutes(
         return turn(ranks, args[2], seconds=2.0)
 
     monkeypatch.setattr(comparing, "run_local", run)
-    ask = [
-        "compare",
-        "tiny",
-        *SMALL,
-        "steps=20",
-        "--runners",
-        "stretto,ddp",
-        "--rounds",
-        "3",
-        "--out",
-        str(tmp_path),
-        "--json",
-        "--minutes",
-    ]
+    to = ["--out", str(tmp_path), "--json", "--minutes"]
+    ask = ["compare", "tiny", *SMALL, "steps=20", "--runners", "stretto,ddp", "--rounds", "3", *to]
     for minutes, expected, rounds in (("10", [20, 20, 12, 12, 12, 12], 3), ("0.6", [20, 20, 8, 8, 8, 8], 3), ("0.2", [20, 20], 1)):
         calls.clear()
         assert main([*ask, minutes]) == 0
@@ -180,7 +169,7 @@ def test_a_rank_that_is_killed_is_a_row_that_says_so_and_the_rest_go_on(
     dying = replace(catalog.RUNNERS["ddp"], name="dying", build="test_comparing:dies_in_its_second_step")
     monkeypatch.setattr(catalog, "RUNNERS", MappingProxyType({**catalog.RUNNERS, "dying": dying}))
     monkeypatch.setattr("sys.path", [str(Path(__file__).parent), *__import__("sys").path])
-    words = ["compare", "tiny", *SMALL, "--runners", "dying,ddp", "--rounds", "1", "--out", str(tmp_path / "found"), "--json"]
+    words = ["compare", "tiny", *SHORT, "--runners", "dying,ddp", "--rounds", "1", "--out", str(tmp_path / "found"), "--json"]
     assert main(words) == 0
     dead, alive = json.loads(capsys.readouterr().out)["rows"]
     assert dead["status"] == "failed"

@@ -153,7 +153,7 @@ FAILURES = {
     "forward": (["model=python:wrong:raising", "zero=3"], "action 0F0: ValueError: the third batch is green", "in shout"),
     "data": (
         ["model=python:wrong:sound", "data=python:wrong:unreadable"],
-        "action reading data: OSError: the disk is gone",
+        "reading data: OSError: the disk is gone",
         "raise OSError",
     ),
     "death": (["model=python:wrong:dying"], "action 0F0: killed by signal 9 (SIGKILL), perhaps out of memory", "rank-00001.log"),

@@ -75,7 +75,7 @@ WRONG = {
     "--out .": "--out . cannot be written",
     "--out notes.toml": "--out notes.toml holds something else than an earlier measurement; write another",
     "--rank 2": "write --ranks",
-    "tiny": "unrecognized arguments: tiny",
+    "tiny": "leave it out, or add --parts FILE",
 }
 
 

@@ -48,7 +48,7 @@ SPOTS = (
 
 def test_ranks_are_numbered_node_by_node_and_meet_at_rank_0():
     actors = [Actor(spot) for spot in SPOTS]
-    seated, variables = Actors(Mesh.of(dp=2, tp=2), True, None, actors)._seat(FAKE)
+    seated, variables = Actors(Mesh.of(dp=2, tp=2), True, None, actors=actors)._seat(FAKE)
     assert seated == [actors[i] for i in (0, 2, 1, 3)]
     told = [(v["RANK"], v["LOCAL_RANK"], v["GROUP_RANK"]) for v in variables]
     assert told == [("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1")]
@@ -59,10 +59,10 @@ def test_ranks_are_numbered_node_by_node_and_meet_at_rank_0():
 
 def test_a_rank_finds_its_gpu_by_its_number_on_the_node():
     """Ray gave the ranks of node 1 GPUs 3 and 1: the first must take 3."""
-    _, variables = Actors(Mesh.of(dp=4), True, None, [Actor(spot) for spot in SPOTS])._seat(FAKE)
+    _, variables = Actors(Mesh.of(dp=4), True, None, actors=[Actor(spot) for spot in SPOTS])._seat(FAKE)
     taken = [v["CUDA_VISIBLE_DEVICES"].split(",")[int(v["LOCAL_RANK"])] for v in variables]
     assert taken == ["3", "1", "0", "5"]
-    _, on_cpus = Actors(Mesh.of(dp=4), False, None, [Actor(spot) for spot in SPOTS])._seat(FAKE)
+    _, on_cpus = Actors(Mesh.of(dp=4), False, None, actors=[Actor(spot) for spot in SPOTS])._seat(FAKE)
     assert all("CUDA_VISIBLE_DEVICES" not in v for v in on_cpus)
 
 
