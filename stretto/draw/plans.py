@@ -35,13 +35,14 @@ def _head(planned: Planned) -> Iterator[str]:
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     yield "  # " + " ".join(f"{name:>{wide}}" if i > 5 else f"{name:<{wide}}" for i, (name, wide) in enumerate(COLUMNS)).rstrip()
     for number, row in enumerate(rows, 1):
-        cells = " ".join(
-            f"{cell:>{wide}}" if i > 5 else f"{cell:<{wide}}" for i, (cell, (_, wide)) in enumerate(zip(_cells(row), COLUMNS, strict=True))
+        line = " ".join(
+            f"{cell:>{wide}}" if i > 5 else f"{cell:<{wide}}" for i, (cell, (_, wide)) in enumerate(zip(cells(row), COLUMNS, strict=True))
         )
-        yield f"{number:>3} {cells}{'' if row.runs else '  not run yet'}"
+        yield f"{number:>3} {line}{'' if row.runs else '  not run yet'}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
+    """A line of the table, below COLUMNS."""
     setting, plan = row.plan.setting, row.plan
     pipeline = "-" if setting.size["pp"] == 1 else f"{setting.schedule}{f' {setting.chunks}' if setting.chunks > 1 else ''}"
     return (

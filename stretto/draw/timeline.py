@@ -16,13 +16,17 @@ from stretto.schedule.timeline import Span, Timeline
 
 WIDTH, LEFT, RIGHT, TOP = 1080, 62, 126, 30  # pixels: of the picture, and around its rows
 ROW, STRIP, GAP = 30, 13, 12  # pixels: a row of boxes, the strip below it, and the room to the next
+BESIDE = 8  # pixels: how high a box is that runs beside others
 SMALLEST_LABEL = 9.0  # pixels a box must be wide to hold its number
 SHADES = 4  # stages of one rank that can be told apart by shade; then shades repeat
 
 #: kind -> what the legend calls it.
 NAMES: Mapping[str, str] = MappingProxyType(
-    {"F": "forward", "B": "backward", "I": "backward: input gradient", "W": "backward: weight gradient", "VOTE": "vote", "UPDATE": "update"}
-)
+    {
+        "F": "forward", "B": "backward", "I": "backward: input gradient", "W": "backward: weight gradient", "VOTE": "vote",
+        "UPDATE": "update", "REDUCE": "gradients meet",
+    }
+)  # fmt: skip
 
 STYLE = """
 .pipe { font:11px system-ui,sans-serif; font-variant-numeric:tabular-nums } .pipe text { fill:#5d6168 }
@@ -33,7 +37,7 @@ STYLE = """
 .pipe .B0 { fill:#f3b98e } .pipe .B1 { fill:#e58d4f } .pipe .B2 { fill:#c4682a } .pipe .B3 { fill:#934a19 }
 .pipe .I0 { fill:#9fd6c4 } .pipe .I1 { fill:#5db89c } .pipe .I2 { fill:#318d73 } .pipe .I3 { fill:#1f6552 }
 .pipe .W0 { fill:#d5c3ea } .pipe .W1 { fill:#b394d8 } .pipe .W2 { fill:#8b64bd } .pipe .W3 { fill:#644290 }
-.pipe .VOTE0,.pipe .UPDATE0 { fill:#8a8f97 }
+.pipe .VOTE0,.pipe .UPDATE0 { fill:#8a8f97 } .pipe .REDUCE0 { fill:#d1485f }
 .pipe .dark { fill:#16233a } .pipe .light { fill:#fff }
 .pipe.chosen .box { opacity:.25 } .pipe.chosen .box.same { opacity:1 }
 @media (prefers-color-scheme: dark) {
@@ -108,14 +112,16 @@ def _row(
     busy = 0.0
     for span in row.spans:
         kind, stage, m = span.action
-        if LANE_OF[kind] != "compute" or span.stop <= span.start:
+        if kind not in NAMES or span.stop <= span.start:
             continue
-        busy += span.stop - span.start
+        beside = LANE_OF[kind] != "compute"  # a low box: it runs while others compute
+        busy += 0.0 if beside else span.stop - span.start
         x, width = LEFT + (span.start - origin) * scale, (span.stop - span.start) * scale
         shade = chunk.get(stage, 0) % SHADES if m is not None else 0
         tip = f"{span.action}: {NAMES[kind]}, {show(span.start - origin)} to {show(span.stop - origin)}"
         data = "" if m is None else f' data-m="{m}"'
-        place = f'x="{x:.2f}" y="{y}" width="{max(width, 0.6):.2f}" height="{ROW}"'
+        low = ROW - BESIDE if beside else 0
+        place = f'x="{x:.2f}" y="{y + low}" width="{max(width, 0.6):.2f}" height="{ROW - low}"'
         yield f'<rect class="box {kind}{shade}"{data} {place} rx="{min(3.0, width / 4):.1f}"><title>{tip}</title></rect>'
         if m is not None and width >= SMALLEST_LABEL + 4 * (m > 9):
             yield f'<text class="number {"light" if shade > 1 else "dark"}" x="{x + width / 2:.1f}" y="{y + ROW / 2 + 4}">{m}</text>'

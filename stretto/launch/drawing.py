@@ -78,6 +78,28 @@ def _collective(asked: Namespace, load: Load) -> Path:
     return save(path, {".svg": lambda: svg(one), ".html": lambda: page(one)})
 
 
+def _plan_options(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] --cluster CLUSTER [options]"
+    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="as of stretto plan: keys that are written are kept")
+    parser.add_argument("--cluster", metavar="CLUSTER", help='as of stretto plan: "8x8 h100", or a file of stretto measure')
+    parser.add_argument("--part", metavar="NAME", help="frontier, memory, timeline or growth alone")
+    parser.add_argument("--gpus", metavar="N,N,...", help="how speed and cost grow over these numbers of devices")
+    parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, for --gpus")
+
+
+def _plan(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.plan_page import PlanDrawing
+    from stretto.plan.asking import kept, read_cluster, sizes_of
+
+    if asked.cluster is None:
+        raise JobError(f"draw plan needs to know where the job is to run; write {DRAWINGS['plan'].example}")
+    job, cluster = load(asked.words), read_cluster(asked.cluster)
+    drawing = PlanDrawing(
+        job, cluster, kept(job, [word for word in asked.words if "=" in word]), sizes_of(asked.gpus) if asked.gpus else (), asked.price
+    )
+    return drawing.save(Path(asked.out or f"{job.name}-plan.html"), asked.part)
+
+
 DRAWINGS: Mapping[str, Drawing] = {
     "schedule": Drawing(
         "what each pipeline rank does when, foretold: who waits, and for how long",
@@ -88,6 +110,13 @@ DRAWINGS: Mapping[str, Drawing] = {
     ),
     "timeline": Drawing(
         "the same of a step of a run, as measured and as foretold", "stretto draw timeline runs/first", _timeline_options, _timeline
+    ),
+    "plan": Drawing(
+        "a plan: the frontier of speed and memory, and the best layout's bars of memory and foretold step",
+        'stretto draw plan llama3-8b --cluster "8x8 h100" --out plan.html',
+        _plan_options,
+        _plan,
+        "a page (.html), or with --part a picture alone (.svg)",
     ),
     "collective": Drawing(
         "who sends what to whom in each round of a collective",

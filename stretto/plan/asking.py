@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stretto.anatomy import DECODERS, Anatomy
 from stretto.anatomy.config import shape_of_folder
 from stretto.errors import JobError
-from stretto.job import Job
+from stretto.job import Job, parse_overrides
 from stretto.layout.mesh import Mesh
 from stretto.limits import check_heads, check_rows
 from stretto.plan.clusters import cluster_of_file
@@ -150,3 +150,16 @@ def names_of(overrides: Mapping[str, object]) -> frozenset[str]:
         for key, value in overrides.items()
         for leaf in (value if isinstance(value, Mapping) else ("",))
     )
+
+
+def kept(job: Job, texts: Iterable[str]) -> frozenset[str]:
+    """Full names of the keys that a user wrote as KEY=VALUE, which a search leaves as they are; a mesh=auto is left to it."""
+    return names_of(parse_overrides(texts)) - ({"mesh"} if job.mesh == "auto" else set())
+
+
+def sizes_of(text: str) -> list[int]:
+    """'8,16,32' -> [8, 16, 32]; raises JobError."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise JobError(f"--gpus {text} is no list of numbers; write --gpus 8,16,32") from None

@@ -165,11 +165,7 @@ class _Planner:
         )
 
     def _row(self, plan: Plan, why: str) -> Row:
-        asked, setting = self.asked, plan.setting
-        tokens = setting.batch * setting.seq_len / plan.seconds / self.cluster.devices
-        peak = self.cluster.device.peak(setting.compute)
-        mfu = asked.anatomy.flops_per_token(setting.seq_len) * tokens / peak
-        return Row(plan, job_of(asked.job, plan), tokens, mfu, runs(setting.mesh), why)
+        return row_of(self.asked, plan, why)
 
     # -- the job as written ----------------------------------------------------------------------------------------
 
@@ -241,6 +237,14 @@ class _Planner:
             for order in space.orders_of(family["pp"], space.rows(family) // micro_size, recipe.compiled)[:2]:
                 needs.append(self.explainer.memory(space.setting(sharding, micro_size, recipe, order), recipe.compiled).peak)
         return needs
+
+
+def row_of(asked: Asked, plan: Plan, why: str) -> Row:
+    """A layout with its rates. why: it takes what it takes."""
+    setting, cluster = plan.setting, asked.cluster
+    tokens = setting.batch * setting.seq_len / plan.seconds / cluster.devices
+    mfu = asked.anatomy.flops_per_token(setting.seq_len) * tokens / cluster.device.peak(setting.compute)
+    return Row(plan, job_of(asked.job, plan), tokens, mfu, runs(setting.mesh), why)
 
 
 def job_of(job: Job, plan: Plan) -> Job:

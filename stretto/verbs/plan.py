@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] --cluster CLUSTER [options], or {parser.prog} --validate ROWS.csv ..."
+    parser.usage = (
+        f"{parser.prog} [JOB] [KEY=VALUE ...] --cluster CLUSTER [options], or {parser.prog} [JOB] --serve, "
+        f"or {parser.prog} --validate ROWS.csv ..."
+    )
     parser.add_argument(
         "words", nargs="*", metavar="[JOB] [KEY=VALUE ...]",
         help="the job; keys that are written here are kept, whatever else its file says may be changed",
@@ -30,6 +33,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N,N,...", help="how time and cost grow over these numbers of devices")
     parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, for --gpus")
     parser.add_argument("--budget", type=float, metavar="B", help="what the run may cost (device-hours without --price), for --gpus")
+    parser.add_argument("--serve", action="store_true", help="a page on this machine on which all of it can be moved, until Ctrl-C")
+    parser.add_argument("--port", type=int, metavar="N", help="of --serve (default 8765, or any that is free; 0: any)")
     parser.add_argument(
         "--validate", nargs="+", metavar="ROWS.csv", help="foretell every run of tables of measured runs, and sum up the errors"
     )
@@ -38,9 +43,10 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 def _plan(asked: argparse.Namespace) -> int:
     if asked.validate:
         return _validate(asked)
+    if asked.serve:
+        return _serve(asked)
     from stretto.draw.plans import grown_text, plan_text
-    from stretto.job import parse_overrides
-    from stretto.plan.asking import names_of, read_cluster
+    from stretto.plan.asking import kept, read_cluster, sizes_of
     from stretto.plan.grown import grow
     from stretto.plan.planning import plan_job
 
@@ -49,9 +55,9 @@ def _plan(asked: argparse.Namespace) -> int:
     if asked.top < 1:
         raise JobError(f"--top {asked.top} is not possible; write --top 1 or more")
     job, cluster = load(asked.words), read_cluster(asked.cluster)
-    keep = names_of(parse_overrides(split(asked.words)[1])) - ({"mesh"} if job.mesh == "auto" else set())
+    keep = kept(job, split(asked.words)[1])
     if asked.gpus:
-        grown = grow(job, cluster, _sizes(asked.gpus), asked.price, asked.budget, keep)
+        grown = grow(job, cluster, sizes_of(asked.gpus), asked.price, asked.budget, keep)
         print_json({"gpus": [one.plain() for one in grown]}) if asked.json else print(grown_text(grown))
         return 0
     planned = plan_job(job, cluster, keep, asked.top)
@@ -63,17 +69,28 @@ def _plan(asked: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(asked: argparse.Namespace) -> int:
+    """Without a job or a cluster the page begins with the usual ones: it can be moved from there."""
+    import sys
+
+    from stretto.launch.planner import serve
+    from stretto.plan.asking import read_cluster
+    from stretto.plan.choices import Start
+
+    start = Start(load(asked.words or ["llama3-8b"]), read_cluster(asked.cluster or "8x8 h100"))
+
+    def tell(address: str) -> None:
+        print_json({"url": address}) if asked.json else print(f"{address} (Ctrl-C ends it)")
+        sys.stdout.flush()
+
+    serve(start, asked.port, tell)
+    return 0
+
+
 def _picked(rows: Sequence[Row], number: int) -> Row:
     if not 1 <= number <= len(rows):
         raise JobError(f"--pick {number}: there are plans 1 to {len(rows)}; write one of them")
     return rows[number - 1]
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise JobError(f"--gpus {text} is no list of numbers; write --gpus 8,16,32") from None
 
 
 def _validate(asked: argparse.Namespace) -> int:
