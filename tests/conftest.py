@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import warm
+from hypothesis import settings
 from pool import Pool
+
+#: How long an example takes says nothing on a machine that others use too.
+settings.register_profile("stretto", deadline=None)
+settings.load_profile("stretto")
 
 
 @pytest.fixture(scope="session")

@@ -344,22 +344,42 @@ class Engine:
 
     # -- one's own loop --------------------------------------------------------------------------------------------
 
-    def backward(self, loss_sum: Tensor, count: Tensor | float) -> None:
+    def backward(self, loss_sum: Tensor, count: Tensor | float, *, also: Sequence[Engine] = (), through: Sequence[Engine] = ()) -> None:
         """Backward of a sum of losses over `count` targets of this rank, after one's own forward through `engine.model`.
-        Any number of times before `update`, the same number on every rank. Collective where gradients are reduced each time."""
-        if self.parallel.split.stages > 1:
-            raise JobError(
-                f"engine.backward: the model is cut in {self.parallel.split.stages} pipeline stages, and a loop of one's own sees only its "
-                "rank's; call engine.step(batch), or write a mesh without pp"
-            )
-        self._add(loss_sum, count, 0)
-        self.watch(self.steps, "backward")
-        self.now.before = 2.0 ** -round(math.log2(self.job.batch.size))
-        walk, loss = self.parallel.stages[0].walk, loss_sum * self.now.before * (self.scale.scale if self.scale else 1.0)
-        walk.begin_backward(last=False)
-        if loss.requires_grad:
-            loss.backward()
-        walk.end_backward()
+        Any number of times before `update`, the same number on every rank. Collective where gradients are reduced each time.
+
+        A loss may run through models of other engines: those of `also` get their gradients of it, and update by themselves; those
+        of `through` get none (a generator learns through a discriminator). A gradient for an engine that is in neither is an error.
+        """
+        every = [self, *also]
+        for engine in (*every, *through):
+            if engine.parallel.split.stages > 1:
+                raise JobError(
+                    f"engine.backward: the model is cut in {engine.parallel.split.stages} pipeline stages, and a loop of one's own sees "
+                    "only its rank's; call engine.step(batch), or write a mesh without pp"
+                )
+        if len({id(engine) for engine in (*every, *through)}) < len(every) + len(through):
+            raise JobError("engine.backward: name each other engine once, in also or in through, and not the one that is called")
+        before, scale = 2.0 ** -round(math.log2(self.job.batch.size)), self.scale.scale if self.scale else 1.0
+        for engine in also:
+            theirs = 2.0 ** -round(math.log2(engine.job.batch.size)), engine.scale.scale if engine.scale else 1.0
+            if theirs != (before, scale):
+                raise JobError(
+                    f"engine.backward(also=...): gradients of one loss need one scale, and these engines differ: batch.size "
+                    f"{self.job.batch.size} and {engine.job.batch.size}, loss scale {scale:g} and {theirs[1]:g}; give their jobs the same "
+                    "batch.size, and bf16 or fp32 in place of fp16"
+                )
+        for engine in every:
+            engine._add(loss_sum, count, 0)
+            engine.watch(engine.steps, "backward")
+            engine.now.before = before
+            engine.parallel.stages[0].walk.begin_backward(last=False)
+        for engine in through:
+            engine.parallel.stages[0].walk.begin_backward(last=False, discard=True)
+        if loss_sum.requires_grad:
+            (loss_sum * before * scale).backward()
+        for engine in (*every, *through):
+            engine.parallel.stages[0].walk.end_backward()
 
     def _own_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the user's own loop begins: its rows follow those of the forwards before it."""

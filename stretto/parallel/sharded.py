@@ -106,6 +106,8 @@ class ShardedGroup:
         self._missed: set[int] = set()  # and then the reduction went without them
         self._touched: set[int] = set()
         self._local_sums: list[tuple[int, Tensor]] = []
+        #: Whether a backward of the engine is under way, and whether its gradients are for others: a loss that only runs through here.
+        self.listening = self.discarding = False
         #: Where gradients of parameters wait in a backward that is split in halves; None: they are added at once.
         self.postponed: list[Callable[[], None]] | None = None
         #: Whether another stage counts and saves these parameters (a tied weight's copy).
@@ -284,6 +286,7 @@ class ShardedGroup:
 
     def begin_backward(self) -> None:
         """Every trainable parameter may now get a gradient; `complete` tells when all have."""
+        self.listening = True
         self._pending = set(range(len(self.params))) if self.trainable else set()
         self._given_up, self._missed = set(), set()
 
@@ -297,6 +300,8 @@ class ShardedGroup:
     def _accumulate(self, i: int) -> None:
         """Autograd is through with parameter i in this backward: add what it brings, if its layers have not written it themselves."""
         grad, self.params[i].grad = self.params[i].grad, None
+        if self._unheard(i):
+            return
         if grad is not None and self.postponed is not None:
             self.postponed.append(lambda: self._add(i, grad))
         elif grad is not None:
@@ -305,6 +310,16 @@ class ShardedGroup:
             self._pending.discard(i)
             if not self._pending:
                 self._completed()
+
+    def _unheard(self, i: int) -> bool:
+        """Whether a gradient of parameter i is to be dropped. Raises RunError if nobody has said that one might come."""
+        if not self.listening and not self.discarding:
+            raise RunError(
+                f"a gradient came for {self.names[i]} outside engine.backward of its engine. Instead of loss.backward() write "
+                "engine.backward(loss_sum, count); where a loss runs through the models of several engines, write "
+                "engine.backward(loss_sum, count, also=[other]), or through=[other] if other's parameters shall not learn from it"
+            )
+        return self.discarding
 
     def _add(self, i: int, grad: Tensor) -> None:
         first = self._begin(i)
@@ -316,6 +331,8 @@ class ShardedGroup:
 
     def add_product(self, i: int, a: Tensor, b: Tensor) -> None:
         """The gradient of parameter i grows by a @ b, which is written where it belongs."""
+        if self._unheard(i):
+            return
         if a.dtype != self._grads[i].dtype:
             self._add(i, a @ b)
             return
@@ -327,6 +344,8 @@ class ShardedGroup:
 
     def add_rows(self, i: int, ids: Tensor, rows: Tensor) -> None:
         """The gradient of parameter i grows by rows[n] in its row ids[n], for each n."""
+        if self._unheard(i):
+            return
         if self._begin(i):
             self._grads[i].zero_()
         self._grads[i].index_add_(0, ids, rows.to(self._grads[i].dtype))

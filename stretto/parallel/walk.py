@@ -57,6 +57,7 @@ class Walk:
         self.step = 0
         self.phase = "idle"
         self._splitting = False  # this backward leaves the weight gradients for later
+        self._discarding = False
         self._next = 0
         self._gathered: set[int] = set()
         self._reduce_at = -1
@@ -210,11 +211,12 @@ class Walk:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool, straight: bool | None = None, split: bool = False) -> None:
+    def begin_backward(self, last: bool, straight: bool | None = None, split: bool = False, discard: bool = False) -> None:
         """last: of the step; gradients that are reduced once a step are reduced in it. straight: what `straight` was after the forward
         of this microbatch; None: nothing has run since. split: gradients of parameters wait in each group's `postponed`, for
-        `weights` to add them; then nothing is reduced before that. [Note: halves]"""
-        self.phase, self._last, self._splitting = "backward", last, split
+        `weights` to add them; then nothing is reduced before that. [Note: halves] discard: the loss only runs through this model, and
+        its parameters get no gradient."""
+        self.phase, self._last, self._splitting, self._discarding = "backward", last, split, discard
         self._straight = self._straight if straight is None else straight
         self._next = len(self.stops) - 1
         self._reduce_at = len(self.groups) - 1
@@ -223,7 +225,9 @@ class Walk:
         for stop in self.stops:
             stop.finished = False
             for group in stop.groups:
-                group.begin_backward()
+                group.discarding = discard
+                if not discard:
+                    group.begin_backward()
         if self._cut:
             for stop in self.stops:
                 if not stop.unit.regular and stop.index not in self._gathered:
@@ -282,7 +286,7 @@ class Walk:
 
     def _advance(self) -> None:
         """Issue, in order, the reductions whose gradients are complete."""
-        if self._splitting or (self.policy.gradients != "each" and not self._last):
+        if self._splitting or self._discarding or (self.policy.gradients != "each" and not self._last):
             return
         reason = "after_backward" if self.policy.gradients == "each" else "last_backward"
         while self._reduce_at >= 0 and self.groups[self._reduce_at].complete:
@@ -302,7 +306,9 @@ class Walk:
         if self._cut and self.policy.params == "microbatch":
             for stop in self.stops:
                 self._release(stop)
-        self.phase, self._splitting = "idle", False
+        for group in self.groups:
+            group.listening = group.discarding = False
+        self.phase, self._splitting, self._discarding = "idle", False, False
         self._at, self._straight = (-1, -1), True
 
     def take_postponed(self) -> list[list[Callable[[], None]]]:
@@ -329,6 +335,7 @@ class Walk:
                     add()
                 group.finish_backward()
                 self._advance()
+                group.listening = False
 
     def reduce_rest(self) -> None:
         """Reduce what no `last` backward has: the caller's own loop does not say which is the last."""
