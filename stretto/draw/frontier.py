@@ -12,6 +12,7 @@ from stretto.plan.grown import Grown
 from stretto.plan.planning import Row
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, FOOT = 1080, 330, 70, 40, 26, 46  # pixels: of the picture, and around its points
+LINE = 13  # pixels from one name to the next
 STYLE = """
 .frontier { font:11px system-ui,sans-serif; font-variant-numeric:tabular-nums } .frontier text { fill:#5d6168 }
 .frontier .tick { stroke:#e4e1d9 } .frontier .line { fill:none; stroke:#2456a6; stroke-width:2 } .frontier .dot { fill:#2456a6 }
@@ -52,7 +53,7 @@ def frontier_picture(rows: Sequence[Row], device: float, here: Row | None = None
         *frame.axes("memory of the fullest device", "tokens/s a device"),
         f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - FOOT}"/>',
         frame.line(steps),
-        *(frame.dot(dot, dot.x > 0.7 * xs[1], above=dot.style == "dot") for dot in points),
+        *(frame.dot(dot, dot.x > 0.7 * xs[1], above=dot.style == "dot") for dot in frame.named(points)),
     ]
     return _svg("the fastest layout within each amount of memory", parts)
 
@@ -66,13 +67,13 @@ def growth_picture(grown: Sequence[Grown]) -> str:
     first = found[0][1].tokens_per_second
     ideal = [(log2(one.devices), first * one.devices) for one, _ in found]
     xs, high = [dot.x for dot in dots], max(y for _, y in [*ideal, *((dot.x, dot.y) for dot in dots)])
-    frame = _Frame((min(xs) - 0.3, max(xs) + 0.5), (0.0, 1.15 * high))
+    frame = _Frame((min(xs) - 0.3, max(xs) + 0.9), (0.0, 1.15 * high))
     at = [(dot.x, f"{one.devices:,}") for dot, (one, _) in zip(dots, found, strict=True)]
     parts = [
         *frame.axes("devices", "tokens/s of the whole job", at),
         frame.line(ideal, "ideal"),
         frame.line([(dot.x, dot.y) for dot in dots]),
-        *(frame.dot(dot, log2(found[-1][0].devices) == dot.x) for dot in dots),
+        *(frame.dot(dot, left=False) for dot in dots),
     ]
     return _svg("speed against devices", parts)
 
@@ -119,6 +120,15 @@ class _Frame:
     def line(self, points: Sequence[tuple[float, float]], style: str = "line") -> str:
         path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
         return f'<polyline class="{style}" points="{path}"/>'
+
+    def named(self, dots: Sequence[Dot]) -> Iterator[Dot]:
+        """The dots, without the name where it would lie on that of the one before."""
+        last = -2.0 * LINE
+        for dot in dots:
+            y = self.y(dot.y)
+            close = abs(y - last) < LINE and dot.style == "dot"
+            last = last if close else y
+            yield dot._replace(name="") if close else dot
 
     def dot(self, dot: Dot, left: bool, above: bool = False) -> str:
         """above: its name goes above it and to the left, where a rising line leaves room, if there is enough."""

@@ -21,12 +21,14 @@ from stretto.draw.planner import PAGE, best_answer, frontier_answer, growth_answ
 from stretto.errors import JobError, StrettoError
 from stretto.plan.asking import Asked
 from stretto.plan.choices import Start, choose
-from stretto.plan.known import Known
-from stretto.plan.search import ours
+from stretto.plan.known import Known, Schedules
+from stretto.plan.search import OURS
 
 HOST, PORT = "127.0.0.1", 8765
 #: Models and clusters whose prices are kept for the next slider.
 KEPT = 6
+#: Models and clusters after which schedules, which all of them share, are made anew.
+RENEWED = 32
 #: What a page may load: itself, and answers from here.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
@@ -47,6 +49,7 @@ class Planner:
     def __init__(self, start: Start) -> None:
         self.start = start
         self._known: OrderedDict[tuple[str, ...], dict[bool, Known]] = OrderedDict()
+        self._schedules, self._made = Schedules(), 0
         self._asking, self._searching = threading.Lock(), threading.Lock()
         self.paths: Mapping[str, Callable[[dict[str, str]], Answer]] = {
             "/": lambda wanted: Answer(HTTPStatus.OK, HTML, PAGE.read_text(encoding="utf-8")),
@@ -80,7 +83,9 @@ class Planner:
         cluster = asked.cluster
         key = (asked.job.model.model_dump_json(), cluster.name, cluster.inside.name, cluster.across.name)
         if key not in self._known:
-            self._known[key] = ours(asked.anatomy, cluster)
+            self._made += 1
+            self._schedules = Schedules() if self._made % RENEWED == 0 else self._schedules
+            self._known[key] = {compiled: Known(asked.anatomy, cluster, stack, self._schedules) for compiled, stack in OURS.items()}
         self._known.move_to_end(key)
         while len(self._known) > KEPT:
             self._known.popitem(last=False)

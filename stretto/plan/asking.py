@@ -18,7 +18,7 @@ from stretto.plan.search import OURS
 from stretto.plan.setting import Setting
 from stretto.plan.software import Software
 from stretto.plan.space import Limits, Space
-from stretto.schedule.pipelines import FILE, chunks_of
+from stretto.schedule.pipelines import FILE, PIPELINES, chunks_of
 from stretto.schedule.request import requested
 
 
@@ -136,11 +136,18 @@ def _setting(job: Job, base: Setting, limits: Limits, compiled: bool) -> Setting
         raise JobError(f'batch.size={job.batch.size} cannot be shared evenly by mesh="{mesh}"; write a multiple of its dp and ep ranks')
     micro_size = job.batch.micro_size or rows
     chunks = 1 if job.pipeline.schedule.startswith(FILE) else chunks_of(job.pipeline.schedule, mesh["pp"], job.pipeline.chunks)
-    step = requested(job.pipeline.schedule, mesh["pp"], -(-rows // micro_size), job.pipeline.chunks, compiled=compiled)
+    enough = telling(job.pipeline.schedule, mesh["pp"], -(-rows // micro_size))
+    step = requested(job.pipeline.schedule, mesh["pp"], enough, job.pipeline.chunks, compiled=compiled)
     if step.stages > limits.blocks:
         raise JobError(f"{step.stages} pipeline stages are more than the {limits.blocks} blocks of {job.model.name}; write a smaller pp")
     keys = job.pipeline
     return replace(base, micro_size=micro_size, chunks=chunks, split=keys.split, balance=keys.balance, measured=keys.measured)
+
+
+def telling(schedule: str, ranks: int, microbatches: int) -> int:
+    """Microbatches of a step that can be if, and only if, one of so many can: a known schedule that has enough of them takes any more.
+    Steps of thousands take seconds to write down."""
+    return microbatches if schedule.startswith(FILE) else min(microbatches, max(1, PIPELINES[schedule].least(ranks)))
 
 
 def names_of(overrides: Mapping[str, object]) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from stretto.draw.plans import grown_text, plan_text
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.layout.mesh import Mesh
-from stretto.plan.asking import ask, names_of, read_cluster
+from stretto.plan.asking import ask, names_of, read_cluster, telling
 from stretto.plan.grown import grow
 from stretto.plan.hardware import Cluster
 from stretto.plan.planning import Planned, plan_job
+from stretto.schedule.pipelines import PIPELINES
+from stretto.schedule.request import requested
 
 JOB = Job.load("llama3-8b", mesh="dp=16 tp=2", **{"batch.size": 64, "batch.seq_len": 4096})
 CLUSTER = Cluster.of("4x8 h100")
@@ -91,6 +94,19 @@ def test_keys_that_were_written_are_kept() -> None:
 
 def test_names_of_keys_are_full() -> None:
     assert names_of({"mesh": "dp=2", "zero": {"stage": 3, "gradients": "end"}}) == {"mesh", "zero.stage", "zero.gradients"}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_short_step_tells_of_a_long_one_whether_it_can_be(name: str) -> None:
+    def told(ranks: int, microbatches: int, chunks: int | None, compiled: bool) -> str:
+        try:
+            return f"{requested(name, ranks, microbatches, chunks, compiled=compiled).stages} stages"
+        except JobError as error:
+            return str(error)
+
+    for ranks, microbatches, chunks, compiled in product((1, 2, 3, 4), (1, 2, 3, 5, 8, 13), (None, 1, 2, 3), (False, True)):
+        asked = (ranks, telling(name, ranks, microbatches), chunks, compiled)
+        assert told(*asked) == told(ranks, microbatches, chunks, compiled), asked
 
 
 def test_more_devices_take_less_time_and_each_hour_costs() -> None:
