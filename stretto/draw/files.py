@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from stretto.draw.report import STYLE
 from stretto.errors import JobError
+
+WIDE = "main { max-width:1140px } .panel svg { display:block; width:100%; height:auto }"
 
 
 def save(path: Path, kinds: Mapping[str, Callable[[], str]]) -> Path:
@@ -19,3 +23,12 @@ def save(path: Path, kinds: Mapping[str, Callable[[], str]]) -> Path:
     except OSError as error:
         raise JobError(f"--out {path} cannot be written ({error.strerror}); write --out FILE in a folder that you may write") from None
     return path
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A page of pictures as one text that needs no other file. body: HTML."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{html.escape(title)} - stretto</title><style>{STYLE}{WIDE}{style}</style></head>"
+        f"<body><main>{body}</main></body></html>"
+    )

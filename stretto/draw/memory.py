@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
+from stretto.draw.files import page, save
 from stretto.draw.numbers import bytes_, ticks
 from stretto.plan.memory import Memory
 from stretto.plan.view import KINDS, View
@@ -48,6 +50,14 @@ def memory_picture(view: View) -> str:
     title = f"bytes of {len(view.memory)} pipeline rank{'s' if len(view.memory) > 1 else ''}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="memory" viewBox="0 0 {WIDTH} {foot + FOOT}" role="img"'
     return f"{head}><style>{STYLE}</style><title>{title}</title>{''.join(parts)}</svg>"
+
+
+def draw_memory(seen: View, out: Path) -> Path:
+    """The bars as a picture alone (.svg) or in a page (.html)."""
+    said = f'<p class="sub">{html.escape(str(seen.row.plan.setting.mesh))} on {html.escape(seen.asked.cluster.name)}'
+    said += f"{html.escape(f' does not fit: {seen.over}' if seen.over else ' fits')}</p>"
+    body = f'<h1>{html.escape(seen.asked.job.name)}</h1>{said}<div class="panel">{memory_picture(seen)}</div>'
+    return save(out, {".html": lambda: page(f"{seen.asked.job.name}, memory", body), ".svg": lambda: memory_picture(seen)})
 
 
 def shown(ranks: int, most: int, *always: int) -> list[int]:

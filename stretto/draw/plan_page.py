@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from stretto.draw.files import save
+from stretto.draw.files import page, save
 from stretto.draw.foretold import cards, foretold_picture, seconds_bars
 from stretto.draw.frontier import frontier_picture, growth_picture
 from stretto.draw.memory import memory_picture
 from stretto.draw.planner import head, verdict, why
 from stretto.draw.plans import grown_text, plan_text
-from stretto.draw.report import STYLE as PAGE_STYLE
 from stretto.errors import JobError
 from stretto.job import Job
 from stretto.plan.asking import ask
@@ -24,8 +23,7 @@ from stretto.plan.planning import plan_job
 from stretto.plan.view import View, view
 
 STYLE = """
-main { max-width:1140px }
-.cards { grid-template-columns:repeat(auto-fit,minmax(130px,1fr)) } .panel svg { display:block; width:100%; height:auto }
+.cards { grid-template-columns:repeat(auto-fit,minmax(130px,1fr)) }
 .panel { overflow-x:auto } .panel pre { white-space:pre }
 p.note { color:var(--soft); margin:8px 0 0 } ul.say { margin:0; padding-left:18px }
 .where { display:grid; grid-template-columns:max-content 1fr max-content max-content; gap:6px 12px; align-items:center; font-size:14px }
@@ -97,11 +95,7 @@ class PlanDrawing:
                 f'<h2>Why</h2><div class="panel"><ul class="say">{reasons}</ul></div>',
                 f'<h2>The plan</h2><div class="panel"><pre>{_e(text)}</pre></div>',
             ]
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{_e(self.job.name)} planned - stretto</title><style>{PAGE_STYLE}{STYLE}</style></head>"
-            f"<body><main>{''.join(body)}</main></body></html>"
-        )
+        return page(f"{self.job.name} planned", "".join(body), STYLE)
 
 
 def _e(text: object) -> str:

@@ -100,6 +100,23 @@ def _plan(asked: Namespace, load: Load) -> Path:
     return drawing.save(Path(asked.out or f"{job.name}-plan.html"), asked.part)
 
 
+def _memory_options(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] --cluster CLUSTER [options]"
+    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="the job, as it is to run")
+    parser.add_argument("--cluster", metavar="CLUSTER", help='as of stretto plan: "8x8 h100", or a file of stretto measure')
+
+
+def _memory(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.memory import draw_memory
+    from stretto.plan.asking import ask, read_cluster
+    from stretto.plan.view import view
+
+    if asked.cluster is None:
+        raise JobError(f"draw memory needs to know of which devices; write {DRAWINGS['memory'].example}")
+    job = load(asked.words)
+    return draw_memory(view(ask(job, read_cluster(asked.cluster), {"mesh"})), Path(asked.out or f"{job.name}-memory.html"))
+
+
 DRAWINGS: Mapping[str, Drawing] = {
     "schedule": Drawing(
         "what each pipeline rank does when, foretold: who waits, and for how long",
@@ -117,6 +134,12 @@ DRAWINGS: Mapping[str, Drawing] = {
         _plan_options,
         _plan,
         "a page (.html), or with --part a picture alone (.svg)",
+    ),
+    "memory": Drawing(
+        "what a device of each pipeline rank holds, foretold for the job as it is written, whether it fits or not",
+        'stretto draw memory llama3-8b "mesh=pp=4 dp=2" zero=1 --cluster "1x8 h100"',
+        _memory_options,
+        _memory,
     ),
     "collective": Drawing(
         "who sends what to whom in each round of a collective",

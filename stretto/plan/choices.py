@@ -40,6 +40,8 @@ GIVEN = "given"
 #: Widths of a head that a slider of the model's width goes through.
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 MOST_NODES, SEQ_LENS, BATCHES = 2**11, tuple(2**n for n in range(7, 21)), tuple(n * 2**k for k in range(14) for n in (2, 3))
+#: What is larger has no slider, and takes long.
+MOST = {"blocks": 2000, "nodes": 2**17, "per_node": 2**10, "seq_len": 2**25}
 #: Of models of which only the shape is known.
 PLAIN: Mapping[str, Any] = {"precision": "bf16", "mesh": "dp=auto", "batch": {"size": 128, "seq_len": 4096, "micro_size": 1}}
 
@@ -87,9 +89,11 @@ class Chosen:
 
     def number(self, name: str, own: int) -> int:
         """The wanted number, or the job's own."""
-        text = self.wanted.get(name) or str(own)
-        if not text.isascii() or not text.isdigit() or int(text) > 10**9:
+        text, most = self.wanted.get(name) or str(own), MOST.get(name, 10**6)
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
             raise JobError(f"{name}={text} is no whole number; write for example {name}={own}")
+        if int(text) > most:
+            raise JobError(f"{name}={text} is more than a page asks for; write {name}={most} or less")
         return int(text)
 
     def word(self, name: str, own: str, options: Iterable[str]) -> str:
@@ -253,7 +257,9 @@ def _mesh(chosen: Chosen, job: Job, space: Space, moved: str) -> Mesh:
 
 def _own_mesh(job: Job, devices: int) -> Mesh:
     """The job's own mesh where it is of so many devices, else its degrees beside dp."""
-    mesh = Mesh.parse(job.mesh, None if "auto" not in job.mesh else devices) if job.mesh else Mesh.of(dp=devices)
+    if job.mesh in ("", "auto"):
+        return Mesh.of(dp=devices)
+    mesh = Mesh.parse(job.mesh, devices if "auto" in job.mesh else None)
     return mesh if mesh.size == devices else without_copies(mesh)
 
 

@@ -83,7 +83,7 @@ def test_shares_of_a_step_are_of_the_whole() -> None:
 
 
 def test_a_frontier_goes_through_its_layouts() -> None:
-    points = frontier(JOB, CLUSTER)
+    points = frontier(JOB.with_(**{"batch.size": 32}), CLUSTER)
     svg = frontier_picture(points, CLUSTER.device.memory, points[2])
     dots = re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', svg)
     assert [style for style, _, _ in dots] == ["dot"] * len(points) + ["here"]
@@ -95,7 +95,7 @@ def test_a_frontier_goes_through_its_layouts() -> None:
 
 
 def test_growth_has_a_point_for_what_fits_and_the_line_it_would_be_without_losses() -> None:
-    grown = grow(JOB, CLUSTER, [1, 8, 16, 32], 2.0, None)
+    grown = grow(JOB.with_(**{"batch.size": 32}), CLUSTER, [1, 8, 16, 32], 2.0, None)
     svg = growth_picture(grown)
     assert grown[0].row is None and svg.count("<circle") == 3 and 'class="ideal"' in svg
     assert all(f"{one.cost:,.0f}<" in svg for one in grown if one.cost)
@@ -104,7 +104,7 @@ def test_growth_has_a_point_for_what_fits_and_the_line_it_would_be_without_losse
 
 def test_draw_plan_writes_a_page_with_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.html"
-    assert main(["draw", "plan", "llama3-8b", "--cluster", "1x8 h100", "--gpus", "8,16", "--out", str(out), "--json"]) == 0
+    assert main(["draw", "plan", "llama3-8b", "batch.size=32", "--cluster", "1x8 h100", "--gpus", "8,16", "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"file": str(out)}
     page = out.read_text()
     assert all(f'<svg xmlns="http://www.w3.org/2000/svg" class="{name}"' in page for name in ("memory", "pipe"))
@@ -119,6 +119,28 @@ def test_one_part_is_a_picture_alone(tmp_path: Path) -> None:
     assert main([*words, "--part", "timeline", "--out", str(tmp_path / "t.html")]) == 0
     page = (tmp_path / "t.html").read_text()
     assert 'class="pipe"' in page and 'class="memory"' not in page
+
+
+def test_draw_memory_is_of_the_job_as_it_is_written_whether_it_fits_or_not(tmp_path: Path) -> None:
+    words = ["draw", "memory", "llama3-8b", "mesh=dp=16", "zero=1", "recompute=none", "--cluster", "2x8 h100", "--out"]
+    one = seen("dp=16", zero=1, recompute="none")
+    assert main([*words, str(tmp_path / "m.svg")]) == 0 and (tmp_path / "m.svg").read_text() == memory_picture(one)
+    assert main([*words, str(tmp_path / "m.html")]) == 0
+    page = (tmp_path / "m.html").read_text()
+    assert one.over and f"dp=16 on 2x8 h100 does not fit: {one.over}" in page and memory_picture(one) in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["memory", "llama3-8b"], "draw memory needs to know of which devices"),
+        (["memory", "llama3-8b", "--cluster", "2x8 h100"], "is of 8 ranks, and the cluster has 16 devices"),
+    ],
+)
+def test_memory_that_cannot_be_drawn_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", *words]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and len(err.splitlines()) == 1 and not out
 
 
 @pytest.mark.parametrize(

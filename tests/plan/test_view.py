@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -15,13 +16,14 @@ from stretto.plan.clusters import cluster_of
 from stretto.plan.frontier import STEP, frontier
 from stretto.plan.hardware import Cluster
 from stretto.plan.measured import Copy, DeviceFacts, LinkTime, Measured, Product
-from stretto.plan.planning import plan_job
+from stretto.plan.planning import Row, plan_job
 from stretto.plan.predict import Predictor
 from stretto.plan.search import OURS, USABLE
 from stretto.plan.view import KINDS, view
 
 JOB, CLUSTER = Job.load("llama3-8b"), Cluster.of("4x8 h100")
 START = Start(JOB, CLUSTER)
+SMALL, SMALLER = JOB.with_(**{"batch.size": 16}), Cluster.of("1x8 h100")
 
 
 def test_a_view_has_each_ranks_bytes_and_seconds_that_add_up() -> None:
@@ -46,18 +48,22 @@ def test_the_nearest_that_fits_fits() -> None:
     assert again.over == "" and again.nearest == {} and again.row.plan.memory.peak <= again.room
 
 
-def test_a_frontier_has_the_fastest_first_and_each_next_one_is_smaller() -> None:
-    points = frontier(JOB, CLUSTER)
+@pytest.fixture(scope="module")
+def points() -> tuple[Row, ...]:
+    return frontier(SMALL, SMALLER)
+
+
+def test_a_frontier_has_the_fastest_first_and_each_next_one_is_smaller(points: tuple[Row, ...]) -> None:
     seconds, peaks = [row.plan.seconds for row in points], [row.plan.memory.peak for row in points]
     assert len(points) > 3 and seconds == sorted(seconds)
     assert all(after <= (1 - STEP) * before for before, after in pairwise(peaks))
-    best = plan_job(JOB, CLUSTER, top=1).best
+    best = plan_job(SMALL, SMALLER, top=1).best
     assert best and points[0].plan.seconds == best.plan.seconds
 
 
-def test_no_layout_is_both_faster_and_smaller_than_a_point_of_the_frontier() -> None:
+def test_no_layout_is_both_faster_and_smaller_than_a_point_of_the_frontier(points: tuple[Row, ...]) -> None:
     """Against the plans of all meshes: whatever fits in a point's bytes is not faster."""
-    points, plans = frontier(JOB, CLUSTER), plan_job(JOB, CLUSTER, top=40).rows
+    plans = plan_job(SMALL, SMALLER, top=40).rows
     for point in points:
         fitting = [row.plan.seconds for row in plans if row.runs and row.plan.memory.peak <= point.plan.memory.peak]
         assert all(seconds >= point.plan.seconds * (1 - 1e-9) for seconds in fitting)
@@ -122,6 +128,14 @@ def test_a_mixture_has_expert_groups_to_choose() -> None:
     assert not view(chosen.asked).row.runs
 
 
+def test_a_config_in_a_folder_is_a_model_to_choose(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 1024, "vocab_size": 1000}))
+    chosen = choose(START, {"model": f"hf:{tmp_path}", "tp": "4"})
+    assert chosen.asked and len(chosen.asked.anatomy.blocks) == 6 and "blocks" not in chosen.choices
+    assert chosen.options["tp"] == ["1", "2", "4", "8"]
+
+
 def test_a_machine_that_was_measured_stays_as_it_is() -> None:
     rates = tuple(Product("fp32", rows, 512, 512, 2 * rows * 512 * 512 / 50e9) for rows in (128, 1024))
     facts = DeviceFacts("a machine", "cpu", 2, 1, 2, 8 * 10**9, 1e-5, rates, (Copy(2**20, 2**20 / 20e9), Copy(2**28, 2**28 / 8e9)))
@@ -136,6 +150,7 @@ def test_a_machine_that_was_measured_stays_as_it_is() -> None:
         ({"device": "h900"}, "there is no device 'h900'"),
         ({"across": "string"}, "there is no link 'string'"),
         ({"nodes": "0"}, "has no devices"),
+        ({"blocks": "99999"}, "blocks=99999 is more than a page asks for; write blocks=2000 or less"),
         ({"nodes": "many"}, "nodes=many is no whole number; write for example nodes=4"),
         ({"model": "llama9"}, "there is no model 'llama9'"),
         ({"model": "hf:nowhere"}, "no such folder with a config.json"),
