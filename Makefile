@@ -17,6 +17,7 @@ $(VENV)/installed: pyproject.toml
 train: $(VENV)/installed
 	$(BIN)/stretto train tiny
 
+# pages are looked at in Chromium where there is one: apt-get install chromium chromium-driver
 test: $(VENV)/installed
 	$(BIN)/python -m ruff check stretto tests benchmarks examples
 	$(BIN)/python -m mypy

@@ -84,8 +84,8 @@ def test_a_layouts_answer_is_plans_own(port: int, question: dict[str, str], mesh
 
 
 def test_the_best_the_frontier_and_the_growth_are_plans_own(port: int) -> None:
-    keys = {"batch": "8", "nodes": "1", "zero": "3", "keep": "zero.stage"}
-    job = JOB.with_(**{"batch.size": 8})
+    keys = {"model": "gpt2-small", "batch": "16", "zero": "3", "keep": "zero.stage"}
+    job = Job.load("gpt2-small", zero=3, precision="bf16", **{"batch.size": 16})
     found = asked(port, "/best", **keys)
     planned = plan_job(job, CLUSTER, {"zero.stage"}, 8)
     assert [one["plan"] for one in found["rows"]] == plain([row.plain() for row in planned.rows])
