@@ -6,7 +6,7 @@ import html
 from typing import NamedTuple
 
 from stretto.draw.memory import shown
-from stretto.draw.numbers import count
+from stretto.draw.numbers import bytes_, count
 from stretto.draw.timeline import picture, rows_of
 from stretto.plan.predict import Predictor
 from stretto.plan.view import View
@@ -63,6 +63,21 @@ def seconds_bars(view: View) -> str:
         for part in view.where
     )
     return f'<div class="where">{"".join(lines)}</div>'
+
+
+def wires_table(view: View) -> str:
+    """What a device sends in a step through which link, as HTML."""
+    cluster = view.asked.cluster
+    if not view.sent:
+        return '<p class="none">nothing: each device works for itself</p>'
+    names = (cluster.inside.name, cluster.across.name)
+    head = f'<tr><th></th><th class="n">{html.escape(names[0])}, inside a machine</th><th class="n">{html.escape(names[1])}, between</th>'
+    lines = (
+        f'<tr><td>{html.escape(wire.words)}</td><td class="n">{bytes_(wire.inside)}</td><td class="n">{bytes_(wire.across)}</td>'
+        f'<td class="n">{seconds(wire.seconds(cluster))}</td></tr>'
+        for wire in view.sent
+    )
+    return f'<table class="wires">{head}<th class="n">takes at least</th></tr>{"".join(lines)}</table>'
 
 
 def seconds(value: float) -> str:

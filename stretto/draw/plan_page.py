@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from stretto.draw.files import page, save
-from stretto.draw.foretold import cards, foretold_picture, seconds_bars
+from stretto.draw.foretold import cards, foretold_picture, seconds_bars, wires_table
 from stretto.draw.frontier import frontier_picture, growth_picture
 from stretto.draw.memory import memory_picture
 from stretto.draw.planner import head, verdict, why
@@ -28,6 +28,8 @@ STYLE = """
 p.note { color:var(--soft); margin:8px 0 0 } ul.say { margin:0; padding-left:18px }
 .where { display:grid; grid-template-columns:max-content 1fr max-content max-content; gap:6px 12px; align-items:center; font-size:14px }
 .where div { background:var(--line); border-radius:4px; height:12px; overflow:hidden }
+table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums; font-size:14px } th { color:var(--soft); font-weight:400 }
+td,th { padding:5px 9px; text-align:left } td { border-top:1px solid var(--line) } .n { text-align:right }
 .where i { display:block; height:100%; background:var(--main) }
 .where b { font-weight:400; text-align:right; font-variant-numeric:tabular-nums }
 """
@@ -92,6 +94,7 @@ class PlanDrawing:
             text = plan_text(self.planned) + (f"\n\n{grown_text(self.grown)}" if self.sizes else "")
             body += [
                 f'<h2>Where its seconds go</h2><div class="panel">{seconds_bars(best)}</div>',
+                f'<h2>What a device sends in a step</h2><div class="panel">{wires_table(best)}</div>',
                 f'<h2>Why</h2><div class="panel"><ul class="say">{reasons}</ul></div>',
                 f'<h2>The plan</h2><div class="panel"><pre>{_e(text)}</pre></div>',
             ]

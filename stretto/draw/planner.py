@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.draw.foretold import cards, foretold_picture, seconds_bars
+from stretto.draw.foretold import cards, foretold_picture, seconds_bars, wires_table
 from stretto.draw.frontier import frontier_picture, growth_picture
 from stretto.draw.memory import MOST_BARS, memory_picture
 from stretto.draw.numbers import bytes_, count
@@ -50,6 +50,7 @@ def layout_answer(chosen: Chosen, known: Mapping[bool, Known] | None = None) -> 
         "timeline": step.svg,
         "timeline_note": step.note,
         "where": seconds_bars(seen),
+        "wires": wires_table(seen),
     }
 
 

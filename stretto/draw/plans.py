@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from stretto.draw.numbers import bytes_, count
 from stretto.plan.grown import Grown
+from stretto.plan.hardware import Cluster
 from stretto.plan.planning import Planned, Row
+from stretto.plan.wires import Wire
 
 #: Families of meshes that are told of those that are no plan.
 REJECTED = 8
@@ -61,7 +63,15 @@ def _best(planned: Planned) -> Iterator[str]:
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "context")
     yield f"The best that runs is number {number}: {best.why}"
     yield f"  a device holds {', '.join(f'{kind} {bytes_(getattr(memory, kind))}' for kind in kinds)}"
+    if planned.sent:
+        yield f"  a device sends in a step: {', '.join(_sent(wire, planned.asked.cluster) for wire in planned.sent)}"
     yield from (f"  {change}" for change in planned.bought)
+
+
+def _sent(wire: Wire, cluster: Cluster) -> str:
+    """As 'gradients meet 14.1 GB by nvlink4 and 1.76 GB by ndr'."""
+    ways = ((wire.inside, cluster.inside.name), (wire.across, cluster.across.name))
+    return f"{wire.words} {' and '.join(f'{bytes_(amount)} by {name}' for amount, name in ways if amount)}"
 
 
 def _own(planned: Planned) -> Iterator[str]:

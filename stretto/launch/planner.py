@@ -30,7 +30,9 @@ KEPT = 6
 #: Models and clusters after which schedules, which all of them share, are made anew.
 RENEWED = 32
 #: What a page may load: itself, and answers from here.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 

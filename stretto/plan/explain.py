@@ -33,10 +33,9 @@ def where_it_goes(plan: Plan) -> list[Where]:
     busy = p.pipeline * (1 - p.bubble)
     fixed = p.reduce + p.gather + p.update
     size = plan.setting.size
-    crossings = " and ".join(f"{axis} crossings" for axis in ("tp", "cp", "ep") if size[axis] > 1) or "crossings"
     found = [
         Where("products, attention and passes over memory", busy - p.crossing),
-        Where(crossings, p.crossing),
+        Where(crossings_of(plan.setting), p.crossing),
         Where(f"waiting in the pipeline of {size['pp']}", p.pipeline - busy),
         Where("gradients meet", p.reduce),
         Where("parameters come back", p.gather),
@@ -44,6 +43,11 @@ def where_it_goes(plan: Plan) -> list[Where]:
         Where("waiting for the slowest machine", max(0.0, p.seconds - p.pipeline - fixed)),
     ]
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
+
+
+def crossings_of(setting: Setting) -> str:
+    """What crosses inside blocks, in words."""
+    return " and ".join(f"{axis} crossings" for axis in ("tp", "cp", "ep") if setting.size[axis] > 1) or "crossings"
 
 
 def told(parts: list[Where], whole: float) -> str:

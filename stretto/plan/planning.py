@@ -14,6 +14,7 @@ from stretto.plan.explain import Explainer, size_of, told, where_it_goes
 from stretto.plan.hardware import Cluster
 from stretto.plan.search import Plan, Tried, ours, search
 from stretto.plan.space import runs, without_copies
+from stretto.plan.wires import Wire, wires
 
 #: Families of meshes that are looked for: that the engine runs, and that it does not run yet.
 TOP, LATER_TOP = 6, 2
@@ -78,7 +79,8 @@ class Rejected:
 @dataclass(frozen=True)
 class Planned:
     """rows: best first, one a family of meshes. own: the job as it is written; None where it cannot be on this cluster, or with
-    `own_why` where it does not fit. bought: what one change to the best would buy. searched: layouts, in `families` of meshes."""
+    `own_why` where it does not fit. bought: what one change to the best would buy, sent: what a device
+    sends in a step of it. searched: layouts, in `families` of meshes."""
 
     asked: Asked
     rows: tuple[Row, ...]
@@ -87,6 +89,7 @@ class Planned:
     own_why: str
     actions: dict[str, list[float]]
     bought: tuple[str, ...]
+    sent: tuple[Wire, ...]
     searched: int
     families: int
     seconds: float
@@ -112,6 +115,7 @@ class Planned:
             "own": own,
             "own_why": self.own_why,
             "bought": list(self.bought),
+            "sent": [wire._asdict() for wire in self.sent],
             "searched": self.searched,
             "families": self.families,
             "seconds": self.seconds,
@@ -159,6 +163,7 @@ class _Planner:
             why,
             self._actions(own),
             tuple(self.explainer.bought(best)),
+            wires(self.explainer.predictor(best.setting, best.compiled)),
             searched,
             len(self.space.families),
             0.0,

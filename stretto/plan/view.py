@@ -15,6 +15,7 @@ from stretto.plan.memory import Memory
 from stretto.plan.planning import Row, row_of
 from stretto.plan.predict import Predictor
 from stretto.plan.search import ours
+from stretto.plan.wires import Wire, wires
 
 #: Kinds of bytes, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "context")
@@ -23,7 +24,8 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "cont
 @dataclass(frozen=True)
 class View:
     """row: the layout with its rates. memory: of each pipeline rank. room: bytes that a rank may hold. over: what of it is too much
-    and the nearest that fits, "" where it fits. bought: what one change would buy."""
+    and the nearest that fits, "" where it fits. bought: what one change would buy. sent:
+    what a device sends a step."""
 
     asked: Asked
     row: Row
@@ -33,6 +35,7 @@ class View:
     where: tuple[Where, ...]
     over: str
     bought: tuple[str, ...]
+    sent: tuple[Wire, ...]
 
     @property
     def nearest(self) -> dict[str, str]:
@@ -50,6 +53,7 @@ class View:
             "over": self.over,
             "nearest": self.nearest,
             "bought": list(self.bought),
+            "sent": [wire._asdict() for wire in self.sent],
         }
 
 
@@ -73,4 +77,5 @@ def view(asked: Asked, known: Mapping[bool, Known] | None = None) -> View:
         tuple(where_it_goes(plan)),
         over,
         tuple(explainer.bought(plan)),
+        wires(predictor),
     )
