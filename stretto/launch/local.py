@@ -119,11 +119,23 @@ def _enough_said(group: Ranks, waited: float) -> bool:
 
 
 def _raise_first(group: Ranks) -> None:
-    accounts = {child.rank: _account(child, group) for child in group.children if _failed(child)}
+    accounts = [_account(child, group) for child in group.children if _failed(child)]
+    if all(account.consequence for account in accounts):
+        accounts += _stood_still(group, first(accounts))
     group.end(FAREWELL)
-    failure = first(accounts.values())
+    failure = first(accounts)
     log = group.children[failure.rank].log
     failure.throw(str(log) if log else None)
+
+
+def _stood_still(group: Ranks, waited: Failure) -> list[Failure]:
+    """Of a run in which ranks only miss others: the one that all the others have waited for, if it is one."""
+    silent = [child for child in group.children if not _failed(child) and not child.finished]
+    if len(silent) != 1:
+        return []
+    rank, place = silent[0].rank, group.board.read(silent[0].rank)
+    words = f"it stood still, and rank {waited.rank} waited for it in vain ({waited.error.splitlines()[0]})"
+    return [Failure(rank, place.step, place.action, "", words, group.stack(silent[0]), time.time(), False)]
 
 
 def _account(child: Child, group: Ranks) -> Failure:

@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.launch.board import Board
+from stretto.launch.board import Board, Place
 from stretto.launch.failure import Failure
 from stretto.launch.payload import nameless_file, read_whole, write_whole
+from stretto.launch.worker import SHOW
 
 TICK = 0.1  # seconds between looks at which processes are still there
 LOG_TAIL = 12  # lines of a rank's log in the report when it died without words
+STACK_WAIT = 2.0  # seconds that a rank has to say where in its code it is
+OUR_START = ("<frozen runpy>", "stretto/launch/worker.py")  # calls of a stack that say nothing about it
 ROOT = Path(__file__).parents[2]  # the folder that holds the package
 
 
@@ -168,6 +171,19 @@ class Ranks:
         import pickle
 
         return pickle.loads(read_whole(child.result))
+
+    def stack(self, child: Child) -> str:
+        """Where in its code a rank is that does not answer, innermost call first; "" if it does not say. It has no result any more."""
+        if self.board.read(child.rank) == Place(None, ""):
+            return ""  # it may not be ready for the signal yet
+        child.process.send_signal(SHOW)
+        limit, text = time.monotonic() + STACK_WAIT, ""
+        while time.monotonic() < limit:
+            time.sleep(0.05)
+            before, text = text, read_whole(child.result).decode(errors="replace")
+            if text and text == before:
+                break
+        return "\n".join(line for line in text.splitlines() if not any(part in line for part in OUR_START))
 
     def end(self, patience: float) -> None:
         """Call the run off: ask every process to go, wait `patience` seconds, then kill what is left."""

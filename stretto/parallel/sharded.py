@@ -17,8 +17,10 @@ added from there. Two waits follow from it: for a result, and (`wait`) until pee
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -198,7 +200,7 @@ class ShardedGroup:
         self.pieces = tuple(self._pieces()) if self.trainable else ()
         if self.trainable:
             for i, param in enumerate(self.params):
-                param.register_post_accumulate_grad_hook(lambda _, i=i: self._accumulate(i))
+                param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), i))
 
     def _pieces(self) -> Iterator[Piece]:
         """Views of the master copy, one a tensor; shaped as the tensor where all of it, or whole rows of it, are mine."""
@@ -514,6 +516,12 @@ class ShardedGroup:
         if self.trainable:
             return self.master
         return self.held if self.cuts("param") or not self.cuts("optim") else self.held[self.low : self.high]
+
+
+def _arrived(group: weakref.ref[ShardedGroup], i: int, param: Tensor) -> None:
+    """A hook on parameter i. It does not hold the group: Python's garbage collector cannot see through a tensor's hooks."""
+    if (found := group()) is not None:
+        found._accumulate(i)
 
 
 def _shaped(flat: Tensor, slot: Slot, start: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -15,6 +17,7 @@ from stretto.comm.threads import run_threads
 from stretto.engine.engine import Engine
 from stretto.errors import JobError, RunError
 from stretto.job import Job
+from stretto.models import library
 
 EXACT, ROWS, RANKS = 1e-10, 8, 2
 LR, BETAS = 1e-2, (0.8, 0.9)
@@ -178,3 +181,20 @@ def test_ranks_that_write_texts_of_different_lengths_end_together() -> None:
     texts = [written(llama().eval(), rank) for rank in range(RANKS)]
     assert stretto.launch(write, RANKS, (3, True), timeout=60) == texts
     assert stretto.launch(write, RANKS, (1, False), timeout=60) == texts
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("tp=2", 1), ("pp=2", 2)])
+def test_an_engine_that_is_gone_holds_no_memory(mesh: str, zero: int) -> None:
+    """Of one after another, as in a notebook, each leaves its buffers, and its threads, when it is dropped."""
+
+    def rank(world):
+        sizes = {"blocks": 2, "hidden": 16, "ffn": 16, "heads": 2, "kv_heads": 2, "vocab": 32}
+        keys = {"mesh": mesh, "precision": "fp64", "device": "cpu", "batch.size": 2, "batch.seq_len": 6}
+        engine = Engine(library.load("tiny", overrides=sizes), Job.load("tiny", **keys, zero=zero), world)
+        engine.step({"input_ids": torch.arange(12).view(2, 6), "labels": torch.arange(12).view(2, 6)})
+        buffers = [engine] + [kept for group in engine.parallel.groups for kept in (group, group.master, group.grad, *group.params)]
+        return [weakref.ref(kept) for kept in buffers]
+
+    held = [ref for found in run_threads(rank, RANKS) for ref in found]
+    gc.collect()
+    assert held and not [ref() for ref in held if ref() is not None]

@@ -97,6 +97,17 @@ def unreadable():
 
 def labelled_twice():
     return Rows(twice=True)
+
+
+class Stuck(Rows):
+    def __getitem__(self, i):
+        if RANK == 1 and self.read == 4:
+            time.sleep(100)
+        return super().__getitem__(i)
+
+
+def stuck():
+    return Stuck()
 '''
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -172,6 +183,16 @@ def test_c22_the_first_failure_ends_the_run_and_is_told_once(kind, train):
     status = json.loads((ended.folder / "run" / "status.json").read_text())
     assert (status["status"], status["step"]) == ("failed", 2) and "rank 1 failed at step 3" in status["why"]
     assert (ended.folder / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_that_stands_still_is_named_with_the_line_where_it_is(transport, train):
+    """PAINS 5: those who wait are not the ones to blame."""
+    ended = train("model=python:wrong:sound", "data=python:wrong:stuck", "comm.step_timeout=2", f"comm.transport={transport}")
+    assert ended.code == 1 and ended.out == "" and nobody_left(ended.folder), ended.err
+    said = [line for line in ended.err.splitlines() if line.startswith("stretto: ")]
+    assert len(said) == 1 and said[0].startswith("stretto: rank 1 failed at step 3, reading data: it stood still, and rank 0 waited"), said
+    assert "in __getitem__" in ended.err and ended.err.count("Traceback") == 0
 
 
 def test_c22_under_torchrun_too_the_first_failure_is_told_once(train):

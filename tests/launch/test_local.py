@@ -124,14 +124,27 @@ def test_the_cause_is_reported_and_not_the_echo_that_came_first():
         launch(fail, 2)
 
 
-def test_an_echo_alone_is_still_a_failure():
+def test_where_ranks_only_miss_another_it_is_named_with_where_it_is():
+    def fail():
+        if mine() == 0:
+            raise PeerLost("rank 1 does not answer")
+        time.sleep(60)
+
+    with pytest.raises(
+        RankFailed, match=r"rank 1 failed in fail: it stood still, and rank 0 waited for it in vain \(rank 1 does not"
+    ) as caught:
+        launch(fail, 2)
+    assert "in fail" in str(caught.value).partition("Stack")[2]
+
+
+def test_where_several_stand_still_the_echo_is_told():
     def fail():
         if mine() == 0:
             raise PeerLost("rank 1 does not answer")
         time.sleep(60)
 
     with pytest.raises(RankFailed, match=r"rank 0 failed.*does not answer"):
-        launch(fail, 2)
+        launch(fail, 3)
 
 
 @pytest.mark.parametrize("error", [JobError, CheckFailed])
