@@ -73,11 +73,15 @@ def wires_table(view: View) -> str:
     names = (cluster.inside.name, cluster.across.name)
     head = f'<tr><th></th><th class="n">{html.escape(names[0])}, inside a machine</th><th class="n">{html.escape(names[1])}, between</th>'
     lines = (
-        f'<tr><td>{html.escape(wire.words)}</td><td class="n">{bytes_(wire.inside)}</td><td class="n">{bytes_(wire.across)}</td>'
+        f'<tr><td>{html.escape(wire.words)}</td><td class="n">{_amount(wire.inside)}</td><td class="n">{_amount(wire.across)}</td>'
         f'<td class="n">{seconds(wire.seconds(cluster))}</td></tr>'
         for wire in view.sent
     )
     return f'<table class="wires">{head}<th class="n">takes at least</th></tr>{"".join(lines)}</table>'
+
+
+def _amount(value: float) -> str:
+    return bytes_(value) if value else "-"
 
 
 def seconds(value: float) -> str:

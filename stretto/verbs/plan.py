@@ -45,6 +45,8 @@ def _plan(asked: argparse.Namespace) -> int:
         return _validate(asked)
     if asked.serve:
         return _serve(asked)
+    if asked.port is not None:
+        raise JobError(f"--port is that of a page; write --serve --port {asked.port}")
     from stretto.draw.plans import grown_text, plan_text
     from stretto.plan.asking import kept, read_cluster, sizes_of
     from stretto.plan.grown import grow
@@ -77,6 +79,8 @@ def _serve(asked: argparse.Namespace) -> int:
     from stretto.plan.asking import read_cluster
     from stretto.plan.choices import Start
 
+    if beside := [name for name in ("write", "pick", "gpus", "price", "budget") if getattr(asked, name) is not None]:
+        raise JobError(f"--{beside[0]} has no place beside --serve, whose page has it; leave it out")
     start = Start(load(asked.words or ["llama3-8b"]), read_cluster(asked.cluster or "8x8 h100"))
 
     def tell(address: str) -> None:

@@ -92,7 +92,7 @@ def assert_shows(browser: Browser, seen: View) -> None:
     where, words = found["where"], wanted["where"]
     assert isinstance(where, list) and isinstance(words, list) and set(words) <= set(where)
     assert str(wanted["why"]) in str(found["why"])
-    sent = [[wire.words, bytes_(wire.inside), bytes_(wire.across)] for wire in seen.sent]
+    sent = [[wire.words, *(bytes_(amount) if amount else "-" for amount in wire[1:])] for wire in seen.sent]
     assert browser.texts("#wires td") == [cell for line, wire in zip(sent, seen.sent) for cell in (*line, time_of(wire.seconds(CLUSTER)))]
 
 

@@ -147,6 +147,10 @@ def test_long_rows_ask_for_pieces_of_them() -> None:
         (["tiny", "batch.size=3", "--cluster", "1024x8 h100"], "no mesh of 8192 devices"),
         (["llama3-8b", "--cluster", "1x8 h100", "--top", "0"], "write --top 1 or more"),
         (["llama3-8b", "--cluster", "1x8 h100", "--gpus", "some"], "write --gpus 8,16,32"),
+        (["llama3-8b", "--serve", "--cluster", "8x8 h900"], "there is no device 'h900'"),
+        (["llama3-9b", "--serve"], "llama3-9b"),
+        (["llama3-8b", "--serve", "--gpus", "8,16"], "--gpus has no place beside --serve"),
+        (["llama3-8b", "--cluster", "1x8 h100", "--port", "80"], "write --serve --port 80"),
         (["tiny", "--cluster", "1x2 h100", "--pick", "99", "--write", "x.toml"], "there are plans 1 to"),
     ],
 )
