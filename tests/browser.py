@@ -51,7 +51,11 @@ class Browser:
         flags = [*FLAGS, f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}"]
         flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
         asked = {"browserName": "chrome", "goog:chromeOptions": {"args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
-        self.session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": asked}})["sessionId"]
+        try:
+            self.session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": asked}})["sessionId"]
+        except BaseException:  # nobody has it yet who could close it
+            self._end()
+            raise
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
         data = None if method != "POST" else json.dumps(body or {}).encode()
@@ -106,8 +110,11 @@ class Browser:
         try:
             self._call("DELETE", f"/session/{self.session}")
         finally:
-            self.process.terminate()
-            self.process.wait(SECONDS)
+            self._end()
+
+    def _end(self) -> None:
+        self.process.terminate()
+        self.process.wait(SECONDS)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from stretto.plan.view import View
 from stretto.schedule.pipelines import FILE, PIPELINES
 from stretto.schedule.timeline import simulate
 
-#: Most rows and most boxes of a timeline that a person can still read.
-MOST_ROWS, MOST_BOXES = 12, 2400
+#: Most rows of a timeline, and most boxes of a row, that a person can still read.
+MOST_ROWS, MOST_BOXES = 12, 108
 
 
 class Foretold(NamedTuple):
@@ -36,7 +36,7 @@ def foretold_picture(predictor: Predictor) -> Foretold:
     svg = picture(rows, schedule, title=title, unit=unit, show=lambda at: f"{factor * at:.4g}")
     notes = []
     if microbatches < setting.microbatches:
-        notes.append(f"drawn with {microbatches} of {setting.microbatches} microbatches: those in the middle repeat")
+        notes.append(f"drawn with {microbatches} of {setting.microbatches} microbatches: those in the middle repeat, and make it fuller")
     if len(ranks) < setting.size["pp"]:
         notes.append(f"{len(ranks)} of {setting.size['pp']} pipeline ranks are drawn")
     return Foretold(svg, "; ".join(notes))
@@ -48,7 +48,7 @@ def drawn_microbatches(predictor: Predictor) -> int:
     name, ranks, whole = setting.schedule, setting.size["pp"], setting.microbatches
     if name.startswith(FILE):
         return whole
-    boxes = min(ranks, MOST_ROWS) * setting.chunks * (3 if predictor.splits else 2)
+    boxes = setting.chunks * (3 if predictor.splits else 2)  # of a microbatch on a rank
     most = max(MOST_BOXES // boxes, ranks, PIPELINES[name].least(ranks))
     return whole - ranks * max(0, -(-(whole - most) // ranks)) if whole > most else whole
 

@@ -66,8 +66,10 @@ def test_a_short_step_is_drawn_whole_and_ends_when_it_is_foretold_to(mesh: str, 
 def test_of_a_long_step_rounds_of_the_middle_are_left_out_and_that_is_said() -> None:
     one = seen("pp=16 dp=1", **{"batch.size": 512})
     drawn, note = drawn_microbatches(one.predictor), foretold_picture(one.predictor).note
-    assert drawn < 512 and (512 - drawn) % 16 == 0 and 2 * 12 * drawn <= foretold.MOST_BOXES
-    assert note == f"drawn with {drawn} of 512 microbatches: those in the middle repeat; 12 of 16 pipeline ranks are drawn"
+    assert drawn < 512 and (512 - drawn) % 16 == 0 and 2 * drawn <= foretold.MOST_BOXES
+    assert (
+        note == f"drawn with {drawn} of 512 microbatches: those in the middle repeat, and make it fuller; 12 of 16 pipeline ranks are drawn"
+    )
 
 
 def test_gradients_that_meet_are_drawn_while_they_do() -> None:

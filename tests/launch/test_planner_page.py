@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from browser import ENTER, LEFT, RIGHT, Browser, browsing
 
+from stretto.draw.foretold import drawn_microbatches
 from stretto.draw.foretold import seconds as time_of
 from stretto.draw.numbers import bytes_
 from stretto.job import Job
@@ -71,7 +72,7 @@ def expected(seen: View) -> dict[str, object]:
     setting, plan = seen.row.plan.setting, seen.row.plan
     return {
         "bars": [f"rank {rank}: {kind} {bytes_(amount)}" for rank, kind, amount in held if amount],
-        "boxes": 2 * setting.microbatches * setting.stages,
+        "boxes": 2 * drawn_microbatches(seen.predictor) * setting.stages,
         "rows": [f"rank {rank}" for rank in range(setting.size["pp"])],
         "step": time_of(plan.seconds),
         "mfu": f"{seen.row.mfu:.1%}",
