@@ -152,6 +152,8 @@ def _cluster(chosen: Chosen, own: Cluster) -> Cluster:
     chosen.take("device", name, [*given, *DEVICES])
     if name == GIVEN and given:
         for key, value in (("nodes", own.nodes), ("per_node", own.per_node)):
+            if chosen.number(key, value) != value:
+                chosen.notes.append(f"{key}={chosen.wanted[key]} became {value}: a cluster that a file describes stays as it is")
             chosen.take(key, value, [value])
         return own
     mine = own if name == own.device.name else Cluster.of(name)

@@ -142,6 +142,7 @@ def test_a_machine_that_was_measured_stays_as_it_is() -> None:
     cluster = cluster_of(Measured(facts, (LinkTime("shm", 2, "all_reduce", 2**20, True, 1e-3),), {}))
     chosen = choose(Start(Job.load("tiny"), cluster), {"nodes": "7", "precision": "fp32"})
     assert chosen.choices["device"] == "given" and chosen.asked and chosen.asked.cluster is cluster
+    assert chosen.notes == ["nodes=7 became 1: a cluster that a file describes stays as it is"]
 
 
 @pytest.mark.parametrize(
