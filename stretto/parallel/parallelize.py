@@ -130,7 +130,8 @@ def parallelize(
         _same_on_all_ranks(model, world, mesh)
         own = {name: param.data for name, param in model.named_parameters()}
         initial = _from(own)
-    compiled = cut.compile_backend is not None
+    # where tensors have no memory there is nothing to compile: what a compiled block keeps, an eager one does with recompute
+    compiled = cut.compile_backend is not None and world.device.type != "meta"
     tensors = _cut_tensors(model, cut, mesh, Group(world, mesh, ("tp",), ledger))
     initial = fill_parts(initial, tensors.places, mesh, world.rank)
     remember: list[recompute.Remember] = [tensors.stream.remember]
@@ -138,8 +139,8 @@ def parallelize(
         name_dropout(model, draws, tensors.stream, compiled=compiled)
         remember.append(draws.remember)
     recompute.apply(blocks, cut.recompute, world.transport.name != "threads", compiled=compiled, remember=remember)
-    if cut.compile_backend is not None:
-        _compile(blocks, cut.compile_backend)
+    if compiled:
+        _compile(blocks, str(cut.compile_backend))
     _leave_meta(model, world.device)
     where = homes(model, split)
     pipeline = Group(world, mesh, ("pp",), ledger)
@@ -333,8 +334,14 @@ def _compile(blocks: Sequence[nn.Module], backend: str) -> None:
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks) + 8)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # under tp a block notes what it has sent through where; a checkpoint that is compiled may do so in its forward only
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=backend)
+        outer = block.forward
+        if isinstance(outer, recompute.Recomputed) and not outer.inside:
+            outer.forward = torch.compile(outer.forward, backend=backend, fullgraph=True)
+        else:
+            block.forward = torch.compile(outer, backend=backend, fullgraph=True)
 
 
 def _aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -54,8 +54,9 @@ def apply(
 
     It replaces `block.forward`, not the call, so that the block's hooks stay outside and run once a forward.
     preserve_rng: draw the same dropout again; False where ranks are threads, which share torch's global generator.
-    compiled: `block.forward` will be compiled after this call: the compiler cannot read `_Keep`, it has its own way, and what a
-    block reads besides its arguments is part of the graph.
+    compiled: `block.forward` will be compiled after this call. For `selective` the compiler must see what is kept, and has its own
+    way to, for it cannot read `_Keep`; what a block reads besides its arguments is then part of the graph. For `full` it need not
+    see anything: the compiled block is run twice.
     """
     for block in blocks:
         current = block.forward
@@ -63,18 +64,24 @@ def apply(
         if mode == "none" and forward is not current:
             block.forward = forward
         elif mode != "none":
-            block.forward = Recomputed(forward, CALLS[mode, compiled], preserve_rng, () if compiled else tuple(remember))
+            inside = compiled and mode == "selective"
+            block.forward = Recomputed(forward, CALLS[mode, inside], preserve_rng, () if inside else tuple(remember), inside)
 
 
 class Recomputed:
     """A forward whose activations are dropped and computed again in backward. An object, so that a copy of the module
-    copies it too: a closure would go on calling the first module."""
+    copies it too: a closure would go on calling the first module. inside: it is to be compiled as a part of the block."""
 
     def __init__(
-        self, forward: Callable[..., Any], call: Callable[..., Any], preserve_rng: bool, remember: tuple[Remember, ...] = ()
+        self,
+        forward: Callable[..., Any],
+        call: Callable[..., Any],
+        preserve_rng: bool,
+        remember: tuple[Remember, ...] = (),
+        inside: bool = False,
     ) -> None:
         functools.update_wrapper(self, forward, updated=())  # models look at the signature
-        self.forward, self.call, self.preserve_rng, self.remember = forward, call, preserve_rng, remember
+        self.forward, self.call, self.preserve_rng, self.remember, self.inside = forward, call, preserve_rng, remember, inside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = functools.partial(_again, self.forward, [look() for look in self.remember]) if self.remember else self.forward
@@ -204,11 +211,10 @@ def _policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 _checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
-# (mode, compiled) -> how a block's forward is called
+# (mode, seen by the compiler) -> how a block's forward is called
 CALLS: Mapping[tuple[Recompute, bool], Callable[..., Any]] = MappingProxyType(
     {
         ("full", False): _checkpoint,
-        ("full", True): _checkpoint,
         ("selective", False): functools.partial(_checkpoint, context_fn=_selective),
         ("selective", True): functools.partial(_checkpoint, context_fn=functools.partial(create_selective_checkpoint_contexts, _policy)),
     }

@@ -85,6 +85,8 @@ class Stream:
         if begins:
             self.tokens = tuple(x.shape[:-1])
         self.region = self.between
+        if torch.compiler.is_compiling():  # a block is one graph, of which nothing may stay behind
+            self._entered = self.gathered = None
         return cross(x, self.bridge, "sum", "cut" if self.cut else "same", x.shape, reason=reason)
 
     def ids(self, ids: Tensor, reason: str) -> Tensor:
