@@ -314,7 +314,7 @@ def test_draw_schedule_writes_a_page_and_names_it(call, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), r"draw what\?; there is schedule, timeline"),
+        ((), r"draw what\?; there is mesh, schedule, timeline"),
         (("shedule",), "'shedule' is nothing that draw knows; .* write stretto draw schedule tiny"),
         (("timeline",), "draw timeline takes one run folder, and 0 were given; write stretto draw timeline runs/first"),
         (("timeline", "nowhere"), "nowhere is no run folder"),

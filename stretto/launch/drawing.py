@@ -30,6 +30,20 @@ class Drawing(NamedTuple):
     files: str = "a page (.html) or a picture alone (.svg)"
 
 
+def _mesh_options(parser: ArgumentParser) -> None:
+    parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] [options]"
+    parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="the job whose mesh it is (default tiny)")
+    parser.add_argument("--per-node", type=int, default=8, metavar="N", help="how many ranks share a machine (default 8)")
+
+
+def _mesh(asked: Namespace, load: Load) -> Path:
+    from stretto.draw.mesh import draw_mesh
+    from stretto.layout.mesh import Mesh
+
+    job = load(asked.words)
+    return draw_mesh(job.name, Mesh.parse(job.mesh), asked.per_node, Path(asked.out or f"{job.name}-mesh.html"))
+
+
 def _schedule_options(parser: ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [JOB] [KEY=VALUE ...] [options]"
     parser.add_argument("words", nargs="*", metavar="[JOB] [KEY=VALUE ...]", help="the job whose schedule it is (default tiny)")
@@ -118,6 +132,12 @@ def _memory(asked: Namespace, load: Load) -> Path:
 
 
 DRAWINGS: Mapping[str, Drawing] = {
+    "mesh": Drawing(
+        "the ranks of a mesh, node by node: who talks to whom along which axis",
+        "stretto draw mesh tiny mesh='pp=2 dp=2 tp=4'",
+        _mesh_options,
+        _mesh,
+    ),
     "schedule": Drawing(
         "what each pipeline rank does when, foretold: who waits, and for how long",
         "stretto draw schedule tiny pipeline=interleaved mesh='pp=4' batch.size=8 batch.micro_size=1",

@@ -1,4 +1,4 @@
-"""`stretto draw`: a schedule, a timeline or a collective as a picture."""
+"""`stretto draw`: a mesh, a schedule, a timeline, memory, a plan or a collective as a picture."""
 
 from __future__ import annotations
 
@@ -29,5 +29,9 @@ def _drawings() -> Mapping[str, Verb]:
 
 
 DRAW = Verb(
-    "a schedule, a run's timeline or a collective as a picture", "stretto draw collective --out ring.svg", anything, None, _drawings
+    "a mesh, a schedule, a timeline, memory, a plan or a collective as a picture",
+    "stretto draw collective --out ring.svg",
+    anything,
+    None,
+    _drawings,
 )
