@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import warm
 from hypothesis import settings
 from pool import Pool
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of what a shell runs in the background, and so of all that tests would start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 #: How long an example takes says nothing on a machine that others use too.
 settings.register_profile("stretto", deadline=None)
 settings.load_profile("stretto")

@@ -157,10 +157,13 @@ def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way_to_another(cap
 def test_the_command_tells_its_address_and_ends_at_ctrl_c_with_zero() -> None:
     words = [sys.executable, "-m", "stretto", "plan", "tiny", "--cluster", "1x2 h100", "--serve", "--port", "0", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stderr
-        address = json.loads(process.stdout.readline())["url"]
-        port = int(address.rstrip("/").rpartition(":")[2])
-        assert json.loads(get(port, "/layout")[1])["choices"]["model"] == "tiny"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        try:
+            assert process.stdout and process.stderr
+            address = json.loads(process.stdout.readline())["url"]
+            port = int(address.rstrip("/").rpartition(":")[2])
+            assert json.loads(get(port, "/layout")[1])["choices"]["model"] == "tiny"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
         assert process.stdout.read() == "" and process.stderr.read() == ""
